@@ -31,7 +31,6 @@ class _Stat:
 
     me: Identity
     living: bool
-    stopped: bool
     parent: int
     group: int
     session: int
@@ -47,12 +46,6 @@ def alive_after(pid: int, started: str) -> bool:
     """True if the process that had this pid and start time still runs; another one with its pid does not count."""
     stat = _stat(pid)
     return stat is not None and stat.living and stat.me.started == started
-
-
-def is_stopped(pid: int, started: str) -> bool:
-    """True if the process that had this pid and start time is stopped, as by SIGSTOP, Ctrl-Z or a debugger."""
-    stat = _stat(pid)
-    return stat is not None and stat.stopped and stat.me.started == started
 
 
 def family(leader: Identity, known: Iterable[Identity] = ()) -> set[Identity]:
@@ -93,7 +86,7 @@ def _stat(pid: int) -> _Stat | None:
     state, (parent, group, session) = fields[0], map(int, fields[1:4])
     me = Identity(pid, f"{fields[19]} {_boot_id()}")
     # A zombie's memory is gone; only its parent's wait is missing.
-    return _Stat(me, state not in "ZX", state in "Tt", parent, group, session)
+    return _Stat(me, state not in "ZX", parent, group, session)
 
 
 def _boot_id() -> str:

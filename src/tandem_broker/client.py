@@ -28,7 +28,6 @@ log = logging.getLogger(f"tandem.{__name__}")
 
 T = TypeVar("T")
 Kind = Literal["broker", "engine"]
-STARTED_BY: dict[Kind, str] = {"broker": "tandem serve broker", "engine": "tandem serve engine RECIPE"}
 KEY_OPTION: dict[Kind, str] = {"broker": "broker.key_variable", "engine": "engine.api_key_variable"}
 """Options that name the variable with a server's key."""
 Speaks = Literal["tandem", "atropos"]
@@ -58,15 +57,14 @@ class RequestLost(BrokerError):
 
 
 class Connection:
-    """A client's connection to a broker or an engine: address, key and retries."""
+    """A client's connection to a broker: address, key and retries."""
 
-    def __init__(self, url: str, key: str = "", *, kind: Kind = "broker", retry: RetryPolicy | None = None):
+    def __init__(self, url: str, key: str = "", *, retry: RetryPolicy | None = None):
         """Nothing is opened yet: ``url`` is such as http://127.0.0.1:8000; an empty ``key`` sends none."""
-        self.http = HttpClient(url, key, kind=kind, most_bytes=BATCH_BYTES)
+        self.http = HttpClient(url, key, kind="broker", most_bytes=BATCH_BYTES)
         self.name = self.http.name
         """For messages."""
         self.outage = OutageLog(self.name)
-        self._kind = kind
         self._retry = retry or RetryPolicy()
         self.speaks: Speaks = "atropos"
         """Whose broker it is; known once opened."""
@@ -137,7 +135,8 @@ class Connection:
         """Wait before a request that failed is made again; raises where it is not."""
         status = error.status if isinstance(error, HttpStatusError) else None
         if status is not None and status < 500 and status != 429:
-            raise RequestRefused(self.advice(error), status) from error
+            key = "; name the variable that holds the broker's key (broker.key_variable)" * (status in (401, 403))
+            raise RequestRefused(f"{error}{key}", status) from error
         is_put_off = status in (429, 503)
         fate: Fate = "unsent" if is_put_off or isinstance(error, ServerAway) else "failed" if status else "broken"
         if fate != "unsent" and fate not in repeat:
@@ -155,13 +154,7 @@ class Connection:
     def _seconds_away(self, error: BrokerError) -> float:
         """Remember that the server is away; returns the seconds since it went."""
         self.outages += not self.outage.ongoing
-        return self.outage.report(f"{error}; is it running? ({STARTED_BY[self._kind]})")
-
-    def advice(self, error: Exception) -> str:
-        """An error's message, and what to do about a key that is missing or wrong."""
-        if getattr(error, "status", None) not in (401, 403):
-            return str(error)
-        return f"{error}; name the variable that holds the {self._kind}'s API key ({KEY_OPTION[self._kind]})"
+        return self.outage.report(f"{error}; is it running? (tandem serve broker)")
 
 
 class _StatusReply(msgspec.Struct, kw_only=True, frozen=True):

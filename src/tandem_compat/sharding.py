@@ -1,8 +1,8 @@
 """DeepSpeed's and FSDP's configurations as what a recipe says of ranks: what is sharded, and where states are.
 
 ZeRO-1, ZeRO-2 and SHARD_GRAD_OP divide gradients and optimizer states: ``distributed.shard: states``. ZeRO-3 and
-FULL_SHARD divide the weights too: ``weights``. What tunes their buffers changes nothing, since collectives are Tandem's
-own; whatever else they have is refused by name.
+FULL_SHARD divide the weights too: ``weights``. Whatever else they have changes nothing, since collectives are Tandem's
+own and the training's own options say the rest; one note names it.
 """
 
 from __future__ import annotations
@@ -13,42 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from tandem.config.tree import Problems
 from tandem.distributed.placement import Placement, counts_hosts, visible_accelerators
 from tandem.types import Json
-from tandem_compat.table import NO_USE, NOTHING, ForeignOption, Reader, becomes, by_name, refused
+from tandem_compat.table import NO_USE, NOTHING, Reader
 
 Shard = Literal["states", "weights"]
-
-_TRAINING = "the training's own options say it; write auto"
-_AUTO = ("auto",)
-
-DEEPSPEED: Mapping[str, ForeignOption] = by_name(
-    becomes("zero_optimization.stage", "whole", "distributed.shard: 0, 1 and 2 states, 3 weights", 0),
-    becomes("zero_optimization.offload_optimizer.device", "text", "optimizer: adamw_cpu for cpu", "none"),
-    refused("zero_optimization.offload_optimizer.nvme_path", "text", "states are in host memory, not in files"),
-    *(refused(f"zero_optimization.{name}", "anything", "gradients and weights travel as they are", off=(False, 1))
-      for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size")),
-    refused("fp16.enabled", "anything", "Tandem trains bfloat16 or float32 weights", off=(False, *_AUTO)),
-    *(refused(name, "anything", _TRAINING, off=_AUTO) for name in (
-        "gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu",
-        "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps", "optimizer.params.weight_decay",
-    )),
-    refused("optimizer.type", "text", "the training's own options name it; write AdamW", off=("AdamW", "Adam")),
-    refused("optimizer.params.torch_adam", "anything", "optimizers are Tandem's own", off=(True, False)),
-    refused("optimizer.params.adam_w_mode", "anything", "adamw decays weights apart from gradients", off=(True,)),
-)  # fmt: skip
-"""Keys of DeepSpeed's file that are read, of inner mappings with a dot; others tune its buffers and loss scale."""
-
-FSDP: Mapping[str, ForeignOption] = by_name(
-    becomes("reshard_after_forward", "anything", "distributed.shard: true weights, false states"),
-    becomes("sharding_strategy", "anything", "distributed.shard: SHARD_GRAD_OP and NO_SHARD states, others weights"),
-    becomes("activation_checkpointing", "truth", "checkpointing: full", False),
-    becomes("offload_params", "truth", "optimizer: adamw_cpu; whole weights stay on the device", False),
-    refused("mixed_precision_policy", "anything", "the training's own options say the type of weights",
-        off=("bf16", "bfloat16", "no")),
-)  # fmt: skip
-"""Keys of ``fsdp_config`` that are read, without the ``fsdp_`` that older ones begin with."""
 
 _STRATEGIES: Mapping[str, Shard] = {
     "FULL_SHARD": "weights", "1": "weights", "SHARD_GRAD_OP": "states", "2": "states", "NO_SHARD": "states",
@@ -97,14 +66,17 @@ def of_deepspeed(source: Json, refuse: Refuse) -> Sharding | None:
     if (options := _mapping(source, refuse)) is None:
         return None
     where = f"{source}: " if isinstance(source, str) and not source.lstrip().startswith("{") else ""
-    reader, notes = _read(_leaves(options), DEEPSPEED, where, refuse)
-    device, stage = (reader[f"zero_optimization.{name}"] for name in ("offload_optimizer.device", "stage"))
+    leaves = dict(_leaves(options))
+    stage = leaves.pop("zero_optimization.stage", 0)
+    device = leaves.pop("zero_optimization.offload_optimizer.device", "none")
     if device not in ("none", "cpu"):
         refuse(f"{where}zero_optimization.offload_optimizer.device: states are on cpu, or with none on the device")
     if stage not in range(4):
         refuse(f"{where}zero_optimization.stage: there is no stage {stage}; it is from 0 to 3")
+    if leaves.pop("fp16.enabled", False) is True:
+        refuse(f"{where}fp16.enabled: Tandem trains bfloat16 or float32 weights; leave it out")
     shard: Shard = "weights" if stage == 3 else "states"
-    return Sharding(shard=shard, offload_optimizer=device == "cpu", notes=notes)
+    return Sharding(shard=shard, offload_optimizer=device == "cpu", notes=_unread(leaves, where))
 
 
 def of_fsdp(config: Mapping[str, Json], words: Sequence[str], refuse: Refuse) -> Sharding:
@@ -115,13 +87,13 @@ def of_fsdp(config: Mapping[str, Json], words: Sequence[str], refuse: Refuse) ->
         words: ``fsdp``, such as full_shard and auto_wrap.
         refuse: as for ``of_deepspeed``.
     """
-    options = ((key.removeprefix("fsdp_"), value) for key, value in config.items() if not key.startswith("_"))
-    reader, notes = _read(options, FSDP, "", refuse)
+    options = {key.removeprefix("fsdp_"): value for key, value in config.items() if not key.startswith("_")}
+    strategy, reshard = options.pop("sharding_strategy", None), options.pop("reshard_after_forward", None)
+    checkpointing, offload = options.pop("activation_checkpointing", False), options.pop("offload_params", False)
     for word in words:
         if word not in ("full_shard", "shard_grad_op", "auto_wrap", "offload"):
             refuse(f"{word} is none of full_shard, shard_grad_op, auto_wrap and offload")
     shard: Shard = "states" if "shard_grad_op" in words else "weights"
-    strategy, reshard = reader["sharding_strategy"], reader["reshard_after_forward"]
     if isinstance(reshard, str):  # accelerate's older files have the strategy under this name
         strategy, reshard = reshard, None
     if strategy is not None:
@@ -131,9 +103,11 @@ def of_fsdp(config: Mapping[str, Json], words: Sequence[str], refuse: Refuse) ->
             refuse(f"there is no sharding strategy {strategy}; choose from {choices}")
     if reshard is not None:
         shard = "weights" if reshard else "states"
-    offload = reader["offload_params"] or "offload" in words
     return Sharding(
-        shard=shard, offload_optimizer=offload, checkpointing=reader["activation_checkpointing"], notes=notes
+        shard=shard,
+        offload_optimizer=bool(offload) or "offload" in words,
+        checkpointing=bool(checkpointing),
+        notes=_unread(options, ""),
     )
 
 
@@ -263,17 +237,7 @@ def _leaves(options: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str
             yield prefix + key, value
 
 
-def _read(
-    options: Iterator[tuple[str, Json]], table: Mapping[str, ForeignOption], where: str, refuse: Refuse
-) -> tuple[Reader, tuple[str, ...]]:
-    """Options that were set, mistakes reported, and one note for all keys that are not read."""
-    reader, idle = Reader(table, Problems()), []
-    for key, value in options:
-        if value is not None and key in table:
-            reader.read(key, value)
-        elif value not in (None, "auto", "none", *NOTHING):
-            idle.append(key)
-    reader.settle_all({})
-    for line in reader.problems:
-        refuse(where + line)
-    return reader, (f"{where}{', '.join(idle)}: {NO_USE}",) if idle else ()
+def _unread(options: Mapping[str, Json], where: str) -> tuple[str, ...]:
+    """One note for all keys that are set and not read."""
+    names = [name for name, value in options.items() if value not in (None, "auto", "none", *NOTHING)]
+    return (f"{where}{', '.join(names)}: {NO_USE}",) if names else ()

@@ -57,7 +57,7 @@ class ForeignOption:
     choices: tuple[Json, ...] = ()
     """Values that it may have; empty: any."""
     where: str = ""
-    """Name of the condition under which it counts; empty: it always does."""
+    """The condition under which it counts, as "changes nothing without" has it; empty: it always does."""
     also: tuple[str, ...] = ()
     """Older names."""
 
@@ -239,23 +239,23 @@ class Reader:
         except msgspec.MsgspecError as error:
             self.wrong(name, f"{error}: {' '.join(words)!r}")
 
-    def settle_all(self, places: Mapping[str, str]) -> None:
+    def settle_all(self, conditions: Mapping[str, bool]) -> None:
         """Refuse what would change the result and cannot be had, tell what changes nothing, and hand the rest on.
 
         Args:
-            places: why options that count under a condition change nothing, by its name; empty where they count.
+            conditions: whether each condition that options count under holds, by its name; left out, it does.
         """
         for name, value in self.values.items():
             row = self.table[name]
             asks = value != row.default and value not in row.off
-            if elsewhere := places.get(row.where):
-                self.note(name, f"changes nothing {elsewhere}")
+            if not conditions.get(row.where, True):
+                self.note(name, f"changes nothing without {row.where}")
             elif row.refused and asks:
                 self.wrong(name, f"it cannot be {shown(value)} here: {row.refused}; leave it out")
             elif row.idle and asks:
                 self.nothing(name, row.idle)
         for name, row in self.table.items():
-            if row.path and (name in self.values or row.default) and not places.get(row.where):
+            if row.path and (name in self.values or row.default) and conditions.get(row.where, True):
                 self.put(row.path, self[name], name)
 
     def raise_if_wrong(self) -> None:

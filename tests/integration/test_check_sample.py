@@ -77,7 +77,7 @@ def test_where_nothing_has_signal_it_says_what_to_change_and_shows_an_answer(
     output = capfd.readouterr().out
     assert "signal: 0 of 3 groups (0%) have different rewards; 3 with every reward 0" in output
     assert "  change: " in output
-    assert "the best answer of a group without signal, reward 0" in output
+    assert "the best answer of a group, reward 0" in output
     assert not (tmp_path / "runs").exists(), "nothing is trained or kept"
 
 

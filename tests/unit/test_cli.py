@@ -296,7 +296,7 @@ def test_a_new_environment_passes_its_check(run: Run, trainer: types.SimpleNames
     assert (code, out) == (0, "wrote my_sums.py and my_sums.yaml; next: tandem check my_sums.yaml\n")
     code, out, err = run("check", "my_sums.yaml", f"model={tiny_model}")
     assert code == 0, out + err
-    assert "64 graded, each beside a wrong answer: my_sums:correct gives 1 on average, and the wrong ones 0" in out
+    assert "64 graded, each beside a wrong answer: my_sums:correct 1 right, 0 wrong" in out
     assert out.endswith("\nok\n")
 
 
@@ -317,7 +317,6 @@ def test_a_new_environment_overwrites_nothing(run: Run) -> None:
         (["env", "class"], "'class' cannot be a module's name"),
         (["env", "gsm8k"], "there is an environment 'gsm8k' already"),
         (["env", "a/b"], "'a/b' cannot be a module's name"),
-        (["env", "random"], "Python has a module 'random' already"),
     ],
 )
 def test_a_new_environment_needs_a_good_name(run: Run, arguments: list[str], message: str) -> None:
@@ -342,7 +341,7 @@ def test_check_finds_nothing_wrong_and_loads_no_weights(
     assert code == 0
     for what in ("parts", "loggers", "train tasks", "test tasks", "gold answers", "model", "prompts", "memory", "disk"):
         assert re.search(rf"^ok +{what} ", out, re.MULTILINE), what
-    assert "5 graded, each beside a wrong answer: number gives full marks, and the wrong ones 0" in out
+    assert "5 graded, each beside a wrong answer: number 1 right, " in out
     assert "at the peak" in out
 
 
@@ -360,15 +359,15 @@ def test_check_looks_at_each_of_several_environments(
     )
     text = " ".join(out.split())
     assert code == 0, out + err
-    assert "env arithmetic, env takes (arithmetic)" in text
+    assert "env arithmetic, env takes" in text
     (count,) = re.findall(r"train tasks arithmetic \d+; takes (\d+)", text)
-    assert "arithmetic 12 graded, each beside a wrong answer: number gives full marks" in text
+    assert "arithmetic 12 graded, each beside a wrong answer: number 1 right" in text
     assert f"takes {count} graded, each beside a wrong answer: number" in text
     assert re.search(r"graders: \d+", text)
     code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "12",
                        "envs.takes.rewards={format: {pattern: zzz}}")  # fmt: skip
     assert code == 4
-    assert f"{count} gold replies of takes did not get full marks" in " ".join(out.split())
+    assert f"{count} answers of takes: " in " ".join(out.split())
 
 
 @pytest.mark.slow
@@ -379,9 +378,9 @@ def test_check_looks_at_each_of_several_environments(
         (["env.path=none.jsonl"], 3, "none.jsonl"),
         (["env.path=bad.jsonl"], 3, "bad.jsonl:2"),
         (["env.path=empty.jsonl"], 3, "empty.jsonl"),
-        (["env.path=rows.jsonl", "rewards={own_bad:wrong: 1}"], 0, "own_bad:wrong gives every gold reply 0"),
-        (["env.path=rows.jsonl", "rewards={exact: {tag: ''}}", "env.answer=other"], 0, "exact gives full marks"),
-        (["rewards={exact: 1, form: {kind: format, tags: [think, answer]}}"], 4, "replies of dataset did not get full"),
+        (["env.path=rows.jsonl", "rewards={own_bad:wrong: 1}"], 0, "own_bad:wrong gives every gold reply 0 or None"),
+        (["env.path=rows.jsonl", "rewards={exact: {tag: ''}}", "env.answer=other"], 0, "exact 1 right, 0 wrong"),
+        (["rewards={exact: 1, form: {kind: format, tags: [think, answer]}}"], 4, "answers of dataset: "),
         (["env.path=long.jsonl"], 2, "raise context, or shorten prompts"),
         (["env.path=rows.jsonl", "context=58"], 2, "the context is 58"),
     ],
@@ -431,10 +430,10 @@ def fails_on_wrong(completions, answer, **columns):
 @pytest.mark.parametrize(
     ("reward", "code", "expected"),
     [
-        ("right", 0, ["own:right gives 1 on average, and the wrong ones 0", "ok"]),
-        ("penalty", 0, ["own:penalty gives 0 on average, and the wrong ones -1", "ok"]),
+        ("right", 0, ["own:right 1 right, 0 wrong", "ok"]),
+        ("penalty", 0, ["own:penalty 0 right, -1 wrong", "ok"]),
         ("same", 0, ["warning gold answers a gold reply and a wrong one get the same reward", "ok, with 1 warning"]),
-        ("none", 0, ["own:none gives no gold reply anything (None)", "ok, with 2 warnings"]),
+        ("none", 0, ["own:none gives every gold reply 0 or None", "ok, with 2 warnings"]),
         ("scalar", 4, ["returned 1.0; expected a list: a number or None for each completion (and 7 like it)"]),
         ("alone", 4, ["returned 1 rewards for 3 completions (and 7 like it)"]),
         ("raises", 4, ["raised KeyError", "(own.py:11 in raises) (and 7 like it); mend the reward"]),
@@ -550,7 +549,6 @@ def test_show_summarises_a_run(run: Run) -> None:
     flat = " ".join(out.split())
     assert "0 0.25 [0.150, 0.350] 0.75 [0.500, 0.900] 10 3 0.65 [0.550, 0.750]" in flat
     assert "reward 0.1 ▁▅█ 0.3" in flat
-    assert "groups dropped: 2 zero_variance" in out
     assert not Path("runs/a/report.html").exists()
     code, out, _ = run("show", "runs/a", "--report")
     assert code == 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,40 +19,39 @@ PROXIES = [name for word in ("http_proxy", "https_proxy", "all_proxy", "no_proxy
 
 
 @pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """A hub that listens, for as long as the socket is open."""
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[HTTPServer]:
+    """A hub that answers, for as long as the server is not closed."""
     for name in (*OFFLINE, *PROXIES):
         monkeypatch.delenv(name, raising=False)
     hub.away.cache_clear()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         yield server
+        server.shutdown()
     hub.away.cache_clear()
 
 
-def test_a_hub_that_is_there(endpoint: socket.socket) -> None:
+def test_a_hub_that_is_there(endpoint: HTTPServer) -> None:
     assert hub.away() == ""
 
 
-def test_a_hub_that_refuses(endpoint: socket.socket) -> None:
-    endpoint.close()
-    assert hub.away() == f"the Hugging Face hub ({os.environ['HF_ENDPOINT']}) cannot be reached: Connection refused"
+def test_a_hub_that_refuses(endpoint: HTTPServer) -> None:
+    endpoint.server_close()
+    assert (
+        hub.away()
+        == f"the Hugging Face hub ({os.environ['HF_ENDPOINT']}) cannot be reached: [Errno 111] Connection refused"
+    )
 
 
-def test_a_hub_that_is_not_to_be_asked(endpoint: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_not_to_be_asked(endpoint: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert hub.away() == "HF_HUB_OFFLINE is set, so the Hugging Face hub is not asked"
 
 
-def test_a_proxy_is_tried_instead(endpoint: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("https_proxy", os.environ["HF_ENDPOINT"])
-    monkeypatch.setenv("HF_ENDPOINT", "https://no.such.name.invalid")
-    assert hub.away() == ""
-
-
 @pytest.mark.long
-def test_check_of_a_hub_recipe_says_so_in_a_line_each(endpoint: socket.socket, tmp_path: Path) -> None:
-    endpoint.close()
+def test_check_of_a_hub_recipe_says_so_in_a_line_each(endpoint: HTTPServer, tmp_path: Path) -> None:
+    endpoint.server_close()
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: some/model\nsteps: 1\nenv: gsm8k\n")
     environment = {**os.environ, "COLUMNS": "1000", "HF_HOME": str(tmp_path)}

@@ -105,14 +105,13 @@ def test_a_card_says_what_it_is_what_it_reached_and_how_to_load_it(trained: Path
     for text in (
         "| 2 | 66.7 % [20–100] | 3 × 1 |",
         "paired: 2 tasks better, 0 worse",
-        "| reward | `▁█` | 0.5 | 1 |",
+        "- reward: 0.5 `▁█` 1",
         "- gsm8k m: 0.1 → 0.2",
         "`right` × 1, `brief` × 0.2",
         "Of 2 publishes of weights to the engine 2 were proved",
         "0.25 nats. Digest of the last: `d2`",
         "vllm serve me/a" if whole else "vllm serve org/base --enable-lora --lora-modules trained=me/a",
         "pretrained=me/a" if whole else "pretrained=org/base,peft=me/a",
-        "ollama create a" if whole else "--merge",
         CONFIG,
     ):
         assert text in card.text

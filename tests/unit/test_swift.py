@@ -13,11 +13,9 @@ import yaml
 from support.compat_cases import SWIFT, forget_swift, swift_package
 
 from tandem.cli import app as cli
-from tandem.observability.loggers.base import RunInfo
 from tandem_compat import swift
 from tandem_compat.commands import run as swift_command
 from tandem_compat.commands.flags import repeated
-from tandem_compat.swift.completions import CompletionsFile
 from tandem_compat.swift.datasets import SwiftDataset, row
 from tandem_compat.swift.options import RLHF
 
@@ -210,17 +208,6 @@ def test_it_trains_and_writes_completions(run: Run, tiny_model: Path) -> None:
         golds = [str(int(prompt.partition("+2=")[0].rpartition("\n")[2]) + 2) for prompt in line["prompt"]]
         sizes = [len(text) + len(gold) for text, gold in zip(line["completion"], golds, strict=True)]
         assert line["long"] == sizes
-    logger = CompletionsFile()
-    info = RunInfo(name="run", folder=Path("out/run"), steps=2, config={"model": str(tiny_model)}, resumed_step=1)
-    writer = logger.open(info)
-    assert [json.loads(line) for line in Path("out/run/completions.jsonl").read_text().splitlines()] == table[:1]
-    writer.write(2, {})
-    assert len(Path("out/run/completions.jsonl").read_text().splitlines()) == 1, "its rollouts are not written yet"
-    writer.close()
-    assert [json.loads(line) for line in Path("out/run/completions.jsonl").read_text().splitlines()] == table
-    Path("out/run/completions.jsonl").write_text("")  # as a killed run leaves it that has saved its first step
-    logger.open(info).close()
-    assert [json.loads(line) for line in Path("out/run/completions.jsonl").read_text().splitlines()] == table[:1]
 
 
 # Several hosts

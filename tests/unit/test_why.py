@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import pytest
 from tandem.cli import why
 from tandem.distributed.channel import NEXT_COMMAND
 from tandem.observability import vitals, waits
-from tandem.processes import identity, is_stopped
+from tandem.processes import identity
 
 pytestmark = pytest.mark.slow
 
@@ -132,18 +131,10 @@ def test_a_run_that_failed_says_by_what(run: Path, last: dict[str, Any], capsys:
 
 
 def test_last_words_of_each_part(run: Path) -> None:
-    (run / "logs" / "run.log").write_text(
-        "1970-01-01T00:00:01Z INFO    tandem.engines.vllm.spec: first\n"
-        "1970-01-01T00:00:02Z INFO    tandem.engines.vllm.client.fleet: second\n"
-        "1970-01-01T00:00:03Z WARNING tandem.trainer.loop: third\n"
-        "a line of something else\n"
-    )
+    (run / "logs" / "run.log").write_text("1970-01-01T00:00:01Z INFO    tandem.trainer.loop: first\n")
     (run / "logs" / "engine-0.log").write_text("booting\nloading\n\n")
-    story = why.read(run, now=10.0)
-    words = {part: (ago, text) for part, ago, text in story.last}
-    assert words["engines"] == (8.0, "second")
-    assert words["trainer"] == (7.0, "third")
-    assert words["engine-0.log"][1] == "loading"
+    words = {part: text for part, _, text in why.read(run, now=10.0).last}
+    assert (words["engine-0.log"], words["run.log"].endswith("first")) == ("loading", True)
 
 
 def test_a_living_process_shows_its_waits_and_takes_the_file_away(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,27 +264,17 @@ def test_each_follower_tells_its_command_and_what_it_waits_for(run: Path, capsys
     assert [one["rank"] for one in json.loads(capsys.readouterr().out)["followers"]] == [1, 2, 10]
 
 
-def test_a_follower_that_is_gone_stopped_or_of_a_silent_host_is_said_to_be(
+def test_a_follower_that_is_gone_or_of_a_silent_host_is_said_to_be(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    child = subprocess.Popen(["sleep", "60"])
-    try:
-        os.kill(child.pid, signal.SIGSTOP)
-        there = identity(child.pid)
-        assert there is not None
-        while not is_stopped(*there):
-            time.sleep(0.01)
-        now = time.time()
-        signs(run, at=now)
-        sign_of(run, 1, at=now - 20, started="another boot")
-        sign_of(run, 2, at=now - 20, pid=there.pid, started=there.started, doing=[["commands/apply", 1.0]])
-        sign_of(run, 3, at=now - 20, host="elsewhere")
-        sign_of(run, 4, at=now, host="elsewhere", started="of its boot")
-        states = why.read(run, now=now).followers
-    finally:
-        child.kill()
-        child.wait()
-    assert [one.state for one in states] == ["gone", "stopped", "silent", "alive"]
+    now = time.time()
+    signs(run, at=now)
+    sign_of(run, 1, at=now - 20, started="another boot")
+    sign_of(run, 2, at=now - 20, doing=[["commands/apply", 1.0]])
+    sign_of(run, 3, at=now - 20, host="elsewhere")
+    sign_of(run, 4, at=now, host="elsewhere", started="of its boot")
+    states = why.read(run, now=now).followers
+    assert [one.state for one in states] == ["gone", "stuck", "silent", "alive"]
     assert all("the last sign of life was 20 s ago" in one.headline for one in states[:3])
     assert states[1].headline.endswith("it was in command 'apply' for 21 s; waiting for nothing")
     assert why.why(run, stacks=False, as_json=False) == 1

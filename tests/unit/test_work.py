@@ -83,7 +83,7 @@ def test_a_recipe_for_training_is_taken_as_it_is(tmp_path: Path) -> None:
         (["model=m", "env=arithmetic", "broker=b:1", PLACES[1]], "http://"),
         (["model=m", "env=arithmetic", *PLACES, "n=0"], "n must be at least 1"),
         (["model=m", "env=arithmetic", *PLACES, "ahead=0.5"], "ahead must be at least 1"),
-        (["model=m", "env=arithmetic", *PLACES, "min_share=2"], "min_share must be from 0 to 1"),
+        (["model=m", "env=arithmetic", *PLACES, "min_share=2"], "min_share must be at least 0 and at most 1"),
         (["model=m", "env=arithmetic", *PLACES, "group_size=1"], "at least 2"),
         (["model=m", "env=arithmetic", *PLACES, "truncated_penalty=2"], "truncated_penalty changes nothing"),
         (["model=m", "env=arithmetic", *PLACES, "loss.clip_high=0.3"], "'loss' is an option of the trainer alone"),

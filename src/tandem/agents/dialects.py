@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from tandem.agents.replies import Reply
 from tandem.agents.schema import BadRequest
@@ -39,15 +38,11 @@ class ChatApi(ABC):
     def events(self, body: Fields) -> Iterator[Fields]:
         """The answer as the events of a stream, each with its type."""
 
-    async def streamed(self, request: web.Request, body: Fields) -> web.StreamResponse:
+    def stream(self, body: Fields) -> Iterator[bytes]:
         """The answer as server-sent events, each part in one piece."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
         for number, event in enumerate(self.events(body)):
             data = msgspec.json.encode(event | ({"sequence_number": number} if "response" in event["type"] else {}))
-            await response.write(f"event: {event['type']}\n".encode() + b"data: " + data + b"\n\n")
-        await response.write_eof()
-        return response
+            yield f"event: {event['type']}\n".encode() + b"data: " + data
 
 
 class Responses(ChatApi):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import msgspec
 from aiohttp import web
 
 from tandem.agents.tool_calls import ToolCall
@@ -63,24 +62,25 @@ def reply_body(
     return {**head, "choices": choices, "usage": _usage(answers)}
 
 
-async def streamed(request: web.Request, body: dict[str, Json], *, counted: bool) -> web.StreamResponse:
-    """An answer as server-sent events, each choice in one piece; ``counted``: with counts of tokens at the end."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
+def chunks(body: dict[str, Json], *, counted: bool) -> Iterator[dict[str, Json]]:
+    """An answer as the events of a stream, each choice in one piece; ``counted``: with counts of tokens at the end."""
     is_chat = body["object"] == "chat.completion"
     head = {**body, "object": "chat.completion.chunk" if is_chat else body["object"]}
     usage = head.pop("usage")
     for part in _parts(body["choices"], is_chat):
-        await response.write(_event({**head, "choices": [part]}))
+        yield {**head, "choices": [part]}
     if counted:
-        await response.write(_event({**head, "choices": [], "usage": usage}))
-    await response.write(b"data: [DONE]\n\n")
+        yield {**head, "choices": [], "usage": usage}
+
+
+async def streamed(request: web.Request, events: Iterable[bytes]) -> web.StreamResponse:
+    """Server-sent events."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for event in events:
+        await response.write(event + b"\n\n")
     await response.write_eof()
     return response
-
-
-def _event(data: Json) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def _parts(choices: Iterable[dict[str, Json]], is_chat: bool) -> Iterator[dict[str, Json]]:

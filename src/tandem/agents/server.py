@@ -24,7 +24,7 @@ from aiohttp import web
 
 from tandem import doors
 from tandem.agents.dialects import ChatApi, Messages, Responses
-from tandem.agents.replies import Reply, reply_body, streamed
+from tandem.agents.replies import Reply, chunks, reply_body, streamed
 from tandem.agents.schema import BadRequest, ChatRequest, CompletionRequest, TextRequest
 from tandem.agents.tool_calls import ToolMessage, ToolOffer, alike, as_text, read
 from tandem.engines.base import Engine
@@ -85,7 +85,6 @@ class Session:
     failure: EngineError | Deadline | None = None
     """What the engine said instead of its last answer."""
     _conversations: dict[bytes, _Conversation] = field(default_factory=dict)  # by ``_extended`` key
-    _written: dict[str, _Conversation] = field(default_factory=dict)  # by text
     _numbers: Iterator[int] = field(default_factory=count)
     apis: dict[str, ChatApi] = field(default_factory=lambda: {"responses": Responses(), "messages": Messages()})
     """Other APIs than chat completions; what was said in this session is known to no other."""
@@ -132,14 +131,16 @@ class Session:
         """
         sampling = sampling or self.sampling
         numbers = [next(self._numbers) for _ in range(answers)]
-        begun = await _aside(len(prompt), partial(self._begun, prompt))
-        written, before = prompt if isinstance(prompt, str) else begun.new[0].content, self._answered(begun)
+        if isinstance(prompt, str):
+            text, tokens = prompt, await _aside(len(prompt), partial(self.template.text, prompt))
+        else:
+            text, tokens = self.template.decode(prompt), list(prompt)
 
         async def answer_once(number: int) -> Reply:
-            turn = await self._sample(begun.tokens, sampling, number)
-            text = self.template.decode(turn.completion.tokens)
-            self._written[written + text] = self._noted(turn, before, text)
-            return Reply(text=_cut(text, sampling.stop), turn=turn)
+            turn = await self._sample(tokens, sampling, number)
+            answer = self.template.decode(turn.completion.tokens)
+            self.messages = (Message(role="user", content=text), Message(role="assistant", content=answer))
+            return Reply(text=_cut(answer, sampling.stop), turn=turn)
 
         return await together(map(answer_once, numbers))
 
@@ -193,18 +194,6 @@ class Session:
         tokens = self.template.prompt(messages, offer.tools, offer.template_options)
         return _Prompt(tokens, tuple(map(as_text, messages)), keys[-1])
 
-    def _begun(self, prompt: str | Sequence[int]) -> _Prompt:
-        """The same of a text."""
-        if not isinstance(prompt, str):
-            return _Prompt(prompt, (Message(role="user", content=self.template.decode(prompt)),))
-        known = max((known for known in list(self._written) if prompt.startswith(known)), key=len, default=None)
-        if known is None:
-            return _Prompt(self.template.text(prompt), _user(prompt))
-        earlier, new = self._written[known], prompt[len(known) :]
-        # An end token is no text: where the agent does not write it, it is not there.
-        tokens = earlier.tokens[:-1] if self.template.ends(earlier.tokens[-1]) else earlier.tokens
-        return _Prompt([*tokens, *self.template.more(new)], _user(new), earlier=earlier)
-
     def _answered(self, prompt: _Prompt) -> tuple[Message, ...]:
         """Note what the agent said next; all that was said."""
         if (earlier := prompt.earlier) is None:
@@ -223,10 +212,6 @@ async def _aside(size: int, work: Callable[[], T]) -> T:
     if size <= INLINE_BYTES:
         return work()
     return await asyncio.to_thread(work)
-
-
-def _user(text: str) -> tuple[Message, ...]:
-    return (Message(role="user", content=text),) if text else ()
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:
@@ -293,7 +278,7 @@ class Proxy:
         offer = options.offer(self._template.speech)
         (reply,) = await session.reply(options.conversation(), options.sampling(self._sampling), offer)
         body = dialect.body(self._model, reply, int(time.time()), fields, chat)
-        return await dialect.streamed(request, body) if options.stream else web.json_response(body)
+        return await streamed(request, dialect.stream(body)) if options.stream else web.json_response(body)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, content = self._session(request), await request.read()
@@ -316,7 +301,8 @@ class Proxy:
         pieces = self._template.pieces if logprobs else None
         body = reply_body(self._model, answers, int(time.time()), pieces, is_chat=is_chat, ids=ids)
         if options.stream:
-            return await streamed(request, body, counted=options.counted)
+            events = (b"data: " + msgspec.json.encode(chunk) for chunk in chunks(body, counted=options.counted))
+            return await streamed(request, (*events, b"data: [DONE]"))
         return web.json_response(body)
 
     def _session(self, request: web.Request) -> Session:

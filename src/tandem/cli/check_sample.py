@@ -75,10 +75,9 @@ def lines(forecast: Forecast, config: RunConfig) -> Iterator[str]:
         yield f"  a step of {config.groups_per_step} groups samples {most}, for those without signal are dropped"
     if share < LITTLE:
         yield f"  change: {change(without, config.sampling.max_tokens)}"
-    for kind, some in (("with", signal), ("without", [group for _, group in without])):
-        for group in some[:1]:
-            best = max(group.rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward)
-            yield from answer_lines(shown(best), f"  the best answer of a group {kind} signal")
+    for group in (signal or groups)[:1]:
+        best = max(group.rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward)
+        yield from answer_lines(shown(best), "  the best answer of a group")
 
 
 def failures(errors: Sequence[str]) -> Iterator[str]:

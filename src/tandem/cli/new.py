@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import keyword
-import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from tandem import clone
@@ -30,9 +28,6 @@ def new(what: str, name: str, folder: Path, source: str = "arithmetic") -> str:
     for path in (module, recipe):
         if path.exists():
             raise ConfigError(f"{path} is already there and is left as it is; choose another name, or move it away")
-    other = PathFinder.find_spec(name)
-    if name in sys.builtin_module_names or (other is not None and other.origin is not None):
-        raise ConfigError(f"Python has a module {name!r} already, which would hide it; choose another name")
     title = "".join(word[:1].upper() + word[1:] for word in name.split("_"))
     try:
         for path in (module, recipe):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,9 +12,9 @@ from rich.text import Text
 
 from tandem.api.targets import recipe_of
 from tandem.errors import TandemError, command
-from tandem.observability import report, vitals
+from tandem.observability import report
 from tandem.observability.board import alarm_lines, duration, sparkline
-from tandem.observability.loggers.base import PHASES, phase, phases
+from tandem.observability.loggers.base import PHASES, phases
 from tandem.observability.report.folder import Row, RunFolder, load
 from tandem.observability.report.summary import column, episodes, headline_evaluations, summarise
 
@@ -48,9 +46,8 @@ def show(run: Path, write_report: bool) -> None:
         say(line)
     _print_evaluations(console, headline_evaluations(folder))
     _print_curves(console, folder)
-    for line in (_time(folder), _now(folder), _dropped(folder)):
-        if line:
-            say(line)
+    if line := _time(folder):
+        say(line)
     if write_report:
         try:
             page = report.build(run)
@@ -123,24 +120,6 @@ def _time(folder: RunFolder) -> str:
     total = max(total, sum(by_phase.values()))  # phases that overlap count in full
     parts = ", ".join(f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in by_phase.items())
     return f"\ntime: {parts}"
-
-
-def _now(folder: RunFolder) -> str:
-    """What a live run is doing, by its last sign of life; empty for others."""
-    signs = vitals.read(folder.path) if folder.process == "alive" else None
-    if signs is None:
-        return ""
-    age = max(0.0, time.time() - signs["at"])
-    doing = [f"{phase(name, folder.config)} for {duration(seconds + age)}" for name, seconds in signs["doing"]]
-    text = ", ".join(doing) or "starting, or between two phases"
-    return f"now: {text} (who waits for whom: {command('why', folder.path)})"
-
-
-def _dropped(folder: RunFolder) -> str:
-    """How many groups were dropped, by why; empty if none was."""
-    counts = Counter(event.get("reason", "?") for event in folder.events if event.get("event") == "group_dropped")
-    reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
-    return f"\ngroups dropped: {reasons}" if reasons else ""
 
 
 def _number(value: float | None) -> str:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 import typer
@@ -27,7 +26,7 @@ from tandem.observability.loggers.base import phase
 from tandem.observability.report.summary import failed
 from tandem.observability.waits import OpenWait
 from tandem.printable import printable
-from tandem.processes import alive_after, is_stopped
+from tandem.processes import alive_after
 from tandem.types import Json
 
 ANSWER_SECONDS = 4.0
@@ -35,7 +34,6 @@ ANSWER_SECONDS = 4.0
 SETTLED = 1.0
 """Seconds after which the stacks that a signal asked for are whole: they are written at once, in native code."""
 _ENDS = ("run_done", "interrupted")
-_LINE = re.compile(r"(?P<time>\d{4}(-\d\d){2}T\d\d(:\d\d){2}Z) (?P<level>[A-Z]+) +(?P<name>[\w.]+): (?P<text>.*)")
 _TAIL_BYTES = 1 << 16
 _ID = re.compile(r"[^\s(]*@\w+(/\d+)?(?=\)|$)")
 """A group's or rollout's id at the end of a party's name or of a reason, as 3+4@0/7 or 3+4@eval/7."""
@@ -52,7 +50,7 @@ class FollowerState:
     pid: int
     """Its process there."""
     state: str
-    """alive | stuck | stopped | silent | gone; silent: on another host, where no process can be looked at."""
+    """alive | stuck | silent | gone; silent: on another host, where no process can be looked at."""
     headline: str
     """What it does, or what is wrong with it."""
 
@@ -133,16 +131,15 @@ def read(run: Path, *, now: float, events: Sequence[Mapping[str, Json]] | None =
 
 def _ended(run: Path, events: Sequence[Mapping[str, Json]], now: float) -> RunState:
     """State of a run without a sign of life, by its events."""
-    resume = command("train", run)
-    if events and events[-1].get("event") in _ENDS:
-        ago = duration(max(0.0, now - events[-1].get("time", now)))
-        return RunState(state="ended", headline=f"{run} ended in order {ago} ago ({events[-1]['event']})")
+    resume, last = f"go on with: {command('train', run)}", events[-1] if events else {}
+    if last.get("event") in _ENDS:
+        ago = duration(max(0.0, now - last["time"]))
+        return RunState(state="ended", headline=f"{run} ended in order {ago} ago ({last['event']})")
     if (failure := failed(events)) is not None:
         ago, log = duration(max(0.0, now - failure[0])), run / "logs" / "run.log"
-        head = f"{run} failed {ago} ago: {failure[1]} (go on with: {resume}; the traceback is in {log})"
+        head = f"{run} failed {ago} ago: {failure[1]} ({resume}; the traceback is in {log})"
         return RunState(state="failed", headline=head)
-    head = f"{run} is not running; the last words are below (go on with: {resume})"
-    return RunState(state="gone", headline=head)
+    return RunState(state="gone", headline=f"{run} is not running; the last words are below ({resume})")
 
 
 def _running(run: Path, signs: Mapping[str, Json], age: float) -> RunState:
@@ -186,10 +183,8 @@ def _liveness(signs: Mapping[str, Json], age: float) -> tuple[str, str]:
     if vitals.is_here(signs):
         if not alive_after(signs["pid"], signs["started"]):
             return "gone", f"is gone without a word (killed, or out of memory?); {ago}"
-        if is_stopped(signs["pid"], signs["started"]):
-            return "stopped", f"is stopped (SIGSTOP, Ctrl-Z or a debugger); {ago}"
         if age > vitals.STALE:
-            return "stuck", f"runs, but {ago}: something in it holds the interpreter"
+            return "stuck", f"runs, but {ago}: it is stopped (Ctrl-Z), or something in it holds the interpreter"
     elif age > vitals.STALE:
         return "silent", f"{ago}: it is gone or stopped, or its host {signs['host']} is not reached"
     if loop is not None and loop > vitals.STALE:
@@ -206,30 +201,16 @@ def _waits(signs: Mapping[str, Json], age: float) -> list[OpenWait]:
 
 
 def _last_words(run: Path, events: Sequence[Mapping[str, Json]], now: float) -> Iterator[tuple[str, float, str]]:
-    """The last line of every part of the trainer in its log, and of every other log."""
-    last: dict[str, tuple[float, str]] = {}
-    for line in _tail(run / "logs" / "run.log"):
-        if match := _LINE.match(line):
-            part = ".".join(match["name"].split(".")[:2]).removeprefix("tandem.")
-            last[part] = (max(0.0, now - datetime.fromisoformat(match["time"]).timestamp()), match["text"])
-    yield from ((part, ago, text) for part, (ago, text) in sorted(last.items()))
+    """The last line of every log, and the last event."""
     for path in sorted((run / "logs").glob("*.log")):
-        lines = [line for line in _tail(path) if line.strip()]
-        if path.name != "run.log" and lines:
-            yield path.name, max(0.0, now - path.stat().st_mtime), lines[-1]
+        with path.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+            lines = log.read().decode(errors="replace").split("\n")
+        if line := next((line for line in reversed(lines) if line.strip()), ""):
+            yield path.name, max(0.0, now - path.stat().st_mtime), line
     for event in events[-1:]:
         fields = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
         yield "events", max(0.0, now - event.get("time", now)), f"{event.get('event')} {fields}".strip()
-
-
-def _tail(path: Path) -> list[str]:
-    """The last lines of a log."""
-    try:
-        with path.open("rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
-            return log.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def _all_stacks(run: Path, state: RunState) -> dict[int, str | None]:
@@ -278,8 +259,7 @@ def rows(each: Sequence[OpenWait]) -> list[tuple[str, ...]]:
     for wait in each:
         alike.setdefault(tuple(_ID.sub("…", text) for text in (wait.owner, wait.on, wait.reason)), []).append(wait)
     out: list[tuple[str, ...]] = []
-    for kind, some in alike.items():
-        who, on, reason = kind if len(some) > 1 else (some[0].owner, some[0].on, some[0].reason)
+    for (who, on, reason), some in alike.items():
         left = min((wait.left for wait in some if wait.left is not None), default=None)
         deadline = "never" if left is None else duration(max(0.0, left))
         out.append((f"{who} ({len(some)})" if len(some) > 1 else who, on, reason, duration(some[0].seconds), deadline))

@@ -13,7 +13,6 @@ A dataclass's fields are the only truth about its options. Beyond their types it
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import types
@@ -22,6 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, Union
+
+import msgspec
 
 from tandem.config import registry as resolve
 from tandem.config.dialects import elsewhere
@@ -156,81 +157,28 @@ class Builder:
         return BAD if _any_bad(specs.values()) else specs
 
     def value(self, hint: Any, tree: Tree, path: str) -> Any:
-        """A value of a plain type, or BAD."""
+        """A value of a plain type or of a dataclass, or BAD."""
         origin, args = typing.get_origin(hint), typing.get_args(hint)
-        if hint is Any or hint is object:
-            return plain(tree)
-        if origin in (Union, types.UnionType):
-            return self._union(hint, args, tree, path)
-        if origin in (list, tuple, Sequence):
-            return self._list(hint, origin, args, tree, path)
-        if origin in (dict, Mapping):
-            if not isinstance(tree, Branch):
-                return self._wrong(tree, path, describe(hint))
+        made = next((each for each in (hint, *args) if isinstance(each, type) and dataclasses.is_dataclass(each)), None)
+        if isinstance(tree, Branch) and origin in (dict, Mapping):
             entries = {key: self.value(args[1], inner, f"{path}.{key}") for key, inner in tree.entries.items()}
             return BAD if _any_bad(entries.values()) else entries
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            if not isinstance(tree, Branch):
-                return self._wrong(tree, path, f"a mapping of {', '.join(f.name for f in resolve.options(hint))}")
-            return self.dataclass(hint, tree, path, path)
-        if not isinstance(tree, Leaf):
-            return self._wrong(tree, path, describe(hint))
-        return self._leaf(hint, args, tree, path)
-
-    def _leaf(self, hint: Any, args: tuple[Any, ...], leaf: Leaf, path: str) -> Any:
-        value = leaf.value
-        if typing.get_origin(hint) is Literal:
-            for choice in args:
-                # To YAML off is a truth.
-                if (value == choice and type(value) is type(choice)) or (type(value) is bool and leaf.text == choice):
-                    return choice
-            close = resolve.did_you_mean(leaf.text, [str(choice) for choice in args])
-            return self._wrong(leaf, path, describe(hint), close)
-        if hint is float and type(value) in (int, float):
-            with contextlib.suppress(OverflowError):  # an integer of more than 308 digits
-                if not math.isnan(number := float(value)):  # type: ignore[arg-type]
-                    return number
-            return self._wrong(leaf, path, describe(hint))
-        if hint in (bool, int, str, type(None)) and type(value) is hint:
-            return value
-        if hint in (str, Path):
-            if isinstance(value, str) or (leaf.from_shell and value is not None):
-                return hint(leaf.text)
-            quote = "" if value is None else f"; put it in quotes: {leaf.text!r}"
-            return self._wrong(leaf, path, describe(hint), quote)
-        if hint not in (bool, int, float, type(None)):
-            raise ConfigError(f"{path}: an option cannot be of type {hint}")
-        return self._wrong(leaf, path, describe(hint))
-
-    def _union(self, hint: Any, args: tuple[Any, ...], tree: Tree, path: str) -> Any:
-        if isinstance(tree, Leaf) and tree.value is None and type(None) in args:
-            return None
-        choices = [arg for arg in args if arg is not type(None)]
-        if len(choices) == 1:
-            return self.value(choices[0], tree, path)
-        for strict in (True, False):
-            for choice in choices:
-                if strict and isinstance(tree, Leaf) and type(tree.value) is not choice:
-                    continue
-                attempt = Builder(Problems())
-                built = attempt.value(choice, tree, path)
-                if not attempt.problems:
-                    self.places.update(attempt.places)
-                    return built
-        return self._wrong(tree, path, describe(hint))
-
-    def _list(self, hint: Any, origin: Any, args: tuple[Any, ...], tree: Tree, path: str) -> Any:
-        if not isinstance(tree, Items):
-            fix = f"; write [{tree.text}]" if isinstance(tree, Leaf) and tree.value is not None else ""
-            return self._wrong(tree, path, describe(hint), fix)
-        fixed = origin is tuple and args[-1] is not Ellipsis
-        if fixed and len(args) != len(tree.items):
-            return self._wrong(tree, path, describe(hint))
-        kinds = args if fixed else (args[0],) * len(tree.items)
-        built = [self.value(kind, item, path) for kind, item in zip(kinds, tree.items, strict=True)]
-        if _any_bad(built):
-            return BAD
-        return tuple(built) if origin is tuple else built
+        if made is not None and isinstance(tree, Branch):
+            return self.dataclass(made, tree, path, path)
+        leaf, more = tree if isinstance(tree, Leaf) else None, ""
+        if made is not None and set(args or (hint,)) <= {made, type(None)} and not (leaf and leaf.value is None):
+            return self._wrong(tree, path, f"a mapping of {', '.join(f.name for f in resolve.options(made))}")
+        # What is typed in a shell has no quotes, and to YAML off is a truth.
+        as_text = leaf is not None and leaf.value is not None and (leaf.from_shell or isinstance(leaf.value, bool))
+        for written in (plain(tree), *([leaf.text] if leaf and as_text else [])):
+            try:
+                value = msgspec.convert(written, hint, dec_hook=lambda kind, text: kind(text))
+            except (msgspec.ValidationError, OverflowError) as error:  # the latter of 309 digits
+                more = f": {error}" if leaf is None else _remedy(hint, origin, args, leaf)
+            else:
+                if value == value:  # nan is no number
+                    return value
+        return self._wrong(tree, path, describe(hint), more)
 
     def _kind(self, category: str, tree: Tree, path: str, default: str | None) -> tuple[str | None, Branch]:
         """Kind and options as written; kind None if a problem was noted."""
@@ -335,9 +283,6 @@ class Builder:
         of = f" of {label}" if label else ""
         known = [field.name for field in resolve.options(cls)]
         nested = [path for path in _nested(cls) if path.endswith(f".{key}")]
-        if kinds := _kinds_with(category, key):
-            self.problems.add(where, f"unknown option {key!r}{of}; it belongs to {', '.join(kinds)}")
-            return
         hint = f"; did you mean {nested[0]!r}?" if nested else resolve.did_you_mean(key, known)
         listing = f"; known: {', '.join(known)}" if known else "; it has none"
         message = f"unknown option {key!r}{of}{hint or listing}"
@@ -353,14 +298,15 @@ class Builder:
         return BAD
 
 
-def _kinds_with(category: str, option: str) -> list[str]:
-    """Kinds of a category that have an option; those that cannot be imported here are left out."""
-    kinds = []
-    for kind in resolve.names(category) if category else ():
-        with contextlib.suppress(ConfigError):
-            if option in {field.name for field in resolve.options(resolve.find(category, kind))}:
-                kinds.append(kind)
-    return kinds
+def _remedy(hint: Any, origin: Any, args: tuple[Any, ...], leaf: Leaf) -> str:
+    """What to write instead of a single value."""
+    if leaf.value is None:
+        return ""
+    if origin is Literal:
+        return resolve.did_you_mean(leaf.text, [str(choice) for choice in args])
+    if origin in (list, tuple, Sequence):
+        return f"; write [{leaf.text}]"
+    return f"; put it in quotes: {leaf.text!r}" if {str, Path} & {hint, *args} else ""
 
 
 def opened(field: dataclasses.Field[Any], tree: Tree) -> Tree:

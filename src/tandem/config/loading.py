@@ -481,14 +481,12 @@ def _nearby(source: Path) -> str:
     """Recipes, and runs, that may have been meant."""
     if "=" in str(source):
         return f": it is an option, which comes after a recipe, as in: tandem train quickstart {source}"
-    folders = (source.parent, Path("recipes"), Path())
-    recipes = {str(path): None for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.y*ml"))}
-    by_stem = {name: name for name in clone.recipes()} | {Path(path).stem: path for path in reversed(list(recipes))}
-    by_stem |= {run.parent.name: str(run.parent) for run in source.parent.glob("*/config.yaml")}
-    close = difflib.get_close_matches(source.stem, list(by_stem), n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {by_stem[close[0]]}?"
-    return f"; there are {', '.join(list(recipes)[:8])}" if recipes else " here; tandem recipes lists those that ship"
+    named = {name: name for name in clone.recipes()}
+    for folder in (Path(), Path("recipes"), source.parent):
+        named |= {path.stem: str(path) for path in sorted(folder.glob("*.y*ml"))}
+    named |= {run.parent.name: str(run.parent) for run in source.parent.glob("*/config.yaml")}
+    close = difflib.get_close_matches(source.stem, list(named), n=1, cutoff=0.5)
+    return f"; did you mean {named[close[0]]}?" if close else "; tandem recipes lists those that ship"
 
 
 def dump(config: RunConfig) -> str:

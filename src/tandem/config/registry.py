@@ -20,7 +20,7 @@ from typing import Any
 
 from tandem import clone
 from tandem.config import cells
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, place_of
 from tandem.importing import importing
 
 CATEGORIES = {
@@ -183,11 +183,7 @@ def _import_failure(path: str, module_name: str, error: Exception) -> str:
         nowhere = f"there is no module {missing!r} in {os.getcwd()} nor among installed packages"
         near = clone.where(module_name.replace(".", "/") + ".py")
         return f"cannot import {path}: {nowhere}; name its folder in PYTHONPATH{near}"
-    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
-    between = (__file__, inspect.unwrap(importing).__code__.co_filename)
-    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename not in between]
-    at = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-    return f"cannot import {path}: importing {module_name} failed{at} with {type(error).__name__}: {error}"
+    return f"cannot import {path}: importing {module_name} failed with {type(error).__name__}: {error}{place_of(error)}"
 
 
 def options(cls: type) -> list[dataclasses.Field[Any]]:

@@ -15,10 +15,6 @@ _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 """1e-6: a number by every rule but YAML 1.1's."""
 
 
-_ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|.*[:_].*)$")
-"""017, 1:30, 1_0: octal, sexagesimal and spaced out by YAML 1.1, and something else to most who write them."""
-
-
 class _Loader(yaml.SafeLoader):
     pass
 
@@ -140,7 +136,7 @@ def parse_override(text: str, where: str, problems: Problems) -> Tree | None:
     loader = _Loader("")
     try:
         tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
-        value = text if _odd(text, tag) else _scalar(text, tag, loader)
+        value = _scalar(text, tag, loader)
     finally:
         loader.dispose()
     return Leaf(value=value, text=text, where=where, from_shell=True)
@@ -215,37 +211,21 @@ def _convert(node: yaml.Node, reading: _YamlReading) -> Tree | None:
 
 def _convert_mapping(node: yaml.MappingNode, reading: _YamlReading) -> Branch:
     """A mapping whose keys are words, each once; what ``<<`` names lies beneath them."""
-    branch, beneath = Branch(where=reading.locate(node.start_mark)), []
-    for key_node, value_node in node.value:
-        where = reading.locate(key_node.start_mark)
-        if key_node.tag.endswith(":merge"):
-            beneath += _merged(_convert(value_node, reading), where, reading)
-            continue
-        if not isinstance(key_node, yaml.ScalarNode):
+    branch, seen = Branch(where=reading.locate(node.start_mark)), dict[str, str]()
+    for key, _ in node.value:
+        where = reading.locate(key.start_mark)
+        if not isinstance(key, yaml.ScalarNode):
             reading.problems.add(where, "a key must be a word, not a list or a mapping")
-            continue
-        key = key_node.value
-        if key in branch.entries:
-            first = branch.key_where[key]
-            reading.problems.add(where, f"duplicate key {key!r}, already given at {first}; remove one")
-            continue
-        value = _convert(value_node, reading)
+        elif key.value in seen:
+            reading.problems.add(where, f"duplicate key {key.value!r}, already given at {seen[key.value]}; remove one")
+        else:
+            seen[key.value] = where
+    reading.loader.flatten_mapping(node)  # puts what is merged first, and own keys replace it
+    for key, inner in node.value:
+        value = _convert(inner, reading) if isinstance(key, yaml.ScalarNode) else None
         if value is not None:
-            branch.put(key, value, where)
-    for other in beneath:
-        for key, inner in other.entries.items():
-            if key not in branch.entries:
-                branch.put(key, inner, other.key_where[key])
+            branch.put(key.value, value, reading.locate(key.start_mark))
     return branch
-
-
-def _merged(value: Tree | None, where: str, reading: _YamlReading) -> list[Branch]:
-    """The mappings that a ``<<`` names, the first before the others."""
-    values = value.items if isinstance(value, Items) else () if value is None else (value,)
-    branches = [value for value in values if isinstance(value, Branch)]
-    if len(branches) < len(values):
-        reading.problems.add(where, "what << merges must be a mapping, or a list of mappings")
-    return branches
 
 
 def _scalar(text: str, tag: str, loader: _Loader) -> bool | int | float | str | None:
@@ -258,17 +238,9 @@ def _scalar(text: str, tag: str, loader: _Loader) -> bool | int | float | str | 
         return bool(loader.construct_yaml_bool(node))
     if kind in ("int", "float"):
         try:
-            value = int(loader.construct_yaml_int(node)) if kind == "int" else float(loader.construct_yaml_float(node))
+            return int(loader.construct_yaml_int(node)) if kind == "int" else float(loader.construct_yaml_float(node))
         except ValueError:
             return text  # 0x_ is a number by YAML's pattern alone, and Python reads none of thousands of digits
-        if _odd(text, tag):
-            raise ValueError(f"{text} is {value} in YAML 1.1; write a plain number, or put it in quotes if it is text")
-        return value
     if kind in ("str", "timestamp", "value", "merge"):
         return text
     raise ValueError(f"the tag {tag!r} is not understood; write plain values")
-
-
-def _odd(text: str, tag: str) -> bool:
-    """True for a number whose spelling YAML 1.1 reads as few expect."""
-    return tag.endswith((":int", ":float")) and _ODD_NUMBER.match(text) is not None

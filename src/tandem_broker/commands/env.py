@@ -15,12 +15,6 @@ from tandem_compat.atropos.environment import from_file, tokenizer_of, translate
 from tandem_compat.atropos.options import ENVIRONMENT
 from tandem_compat.atropos.services import served_model
 
-ELSEWHERE = {
-    "evaluate": "held-out tasks are evaluated by: tandem eval RECIPE",
-    "process": "rollouts without a broker are not written; tandem check RECIPE looks at an environment",
-}
-"""Other modes of Atropos' environments, and where theirs is done."""
-
 
 def env(name: str, mode: str, flags: Mapping[str, Sequence[str]], overrides: Sequence[str]) -> str:
     """Play as the flags say; returns the message to print.
@@ -36,7 +30,7 @@ def env(name: str, mode: str, flags: Mapping[str, Sequence[str]], overrides: Seq
         EngineError: no flag says which model it is, and no engine answers that could.
     """
     if mode != "serve":
-        raise ConfigError(f"tandem env {name} {mode}: {ELSEWHERE.get(mode, 'there is no such mode; it is serve')}")
+        raise ConfigError(f"tandem env {name} {mode}: the mode is serve; tandem eval and tandem check do the others")
     if "config" in flags:
         flags = {**from_file(Path(flags["config"][-1])), **flags}
     values, source = {flag: words[-1] for flag, words in flags.items()}, f"tandem env {name}"

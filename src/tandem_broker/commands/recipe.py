@@ -5,7 +5,6 @@ A recipe for training is taken as it is: what concerns the trainer alone is left
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,7 +17,7 @@ from tandem.config.sections import GradingOptions, sampling_checks
 from tandem.config.sources import EnvSource, default_rewards, fault
 from tandem.config.tree import Branch, Items, Leaf, Problems, Tree, from_plain
 from tandem.envs.base import Environment
-from tandem.errors import require
+from tandem.errors import bounded, check_bounds, require
 from tandem.observability.options import Timeouts
 from tandem.types import Json, Sampling
 
@@ -75,17 +74,17 @@ class Work:
     """The one entry of envs that is played; null: all of them."""
     rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"category": "rewards", "weighted": True})
     """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
-    group_size: int = 8
+    group_size: int = bounded(8, least=2)
     """Answers sampled per task."""
     sampling: Sampling = field(default_factory=Sampling)
     """How answers are sampled."""
     truncated: Literal["keep", "mask", "penalise"] = "keep"
     """Answers cut by a length limit: train on them as they are, leave their tokens out, or lower their reward."""
-    truncated_penalty: float = 1.0
+    truncated_penalty: float = bounded(1.0)
     """What truncated: penalise subtracts from the reward."""
     zero_variance_groups: Literal["drop", "keep"] = "drop"
     """Groups whose rewards are all equal: left out, or handed in."""
-    context: int | None = None
+    context: int | None = bounded(None, least=2)
     """Most tokens of a prompt and its answer together; null: the model's own limit."""
     seed: int = 0
     """Fixes task order."""
@@ -97,25 +96,25 @@ class Work:
     """Processes that compute rewards."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """How long the work may stand still."""
-    n: int = 16
+    n: int = bounded(16, least=1)
     """Groups played at once, at most."""
-    ahead: float = 3.0
+    ahead: float = bounded(3.0, least=1)
     """Batches that may be queued or under way before this environment pauses."""
-    total_steps: int | None = None
+    total_steps: int | None = bounded(None)
     """Steps of the trainer after which to end; null: as many as it says it will take; 0: never."""
     known_as: str | None = None
     """Name at the broker; null: the environment's."""
-    weight: float = 1.0
+    weight: float = bounded(1.0, above=0)
     """Share of the generation against other environments'."""
-    min_share: float | None = None
+    min_share: float | None = bounded(None, most=1)
     """Least share of every batch, 0 to 1; null: none."""
     group_seconds: float = 1800.0
     """How long one group may take; then it is dropped."""
-    give_up_seconds: float = 1800.0
+    give_up_seconds: float = bounded(1800.0, above=0)
     """How long the broker or all engines may be away; then the work ends with an error."""
 
     def __post_init__(self) -> None:
-        share = self.min_share
+        check_bounds(self)
         require(
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
             env=(bool(self.env or self.envs), "given, such as gsm8k (tandem list envs), or envs"),
@@ -125,16 +124,7 @@ class Work:
                 f"an entry of envs ({', '.join(self.envs) or 'there is none'}), or null",
             ),
             rewards=(not (self.envs and self.rewards), "given in each entry of envs, which has rewards of its own"),
-            group_size=(self.group_size >= 2, "at least 2: an answer is judged against its siblings"),
-            truncated_penalty=(0 <= self.truncated_penalty < math.inf, "at least 0: it is subtracted"),
-            context=(self.context is None or self.context >= 2, "at least 2, or null"),
-            n=(self.n >= 1, "at least 1"),
-            ahead=(1 <= self.ahead < math.inf, "at least 1: with less than a batch queued the trainer waits for ever"),
-            total_steps=(self.total_steps is None or self.total_steps >= 0, "at least 0, or null"),
-            weight=(0 < self.weight < math.inf, "above 0"),
-            min_share=(share is None or 0 <= share <= 1, "from 0 to 1, or null"),
-            group_seconds=(self.group_seconds > 0, "above 0 (seconds)"),
-            give_up_seconds=(self.give_up_seconds > 0, "above 0 (seconds)"),
+            group_seconds=(self.group_seconds > 0, "above 0 (seconds)"),  # inf: no limit
             **sampling_checks(self.sampling),
         )
         if not self.rewards and self.env is not None:

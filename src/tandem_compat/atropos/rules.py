@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from tandem.distributed.placement import hosts
 from tandem.types import Json
 from tandem_compat.atropos.options import DTYPES, OPTIMIZERS, TRAINER, WAYS
 from tandem_compat.objective import put_groups
@@ -58,7 +57,7 @@ class TrainerRecipe(Reader):
         self.environ, self.running = environ, running
         if not self["model-name"]:
             self.wrong("model-name", "it is missing: a Hugging Face id or a folder")
-        self.settle_all(self._places())
+        self.settle_all(self._conditions())
         every = 1 if self._each_step else self["vllm-restart-interval"]
         if self["env"]:
             self.put("evaluate.tasks", 0)
@@ -73,8 +72,6 @@ class TrainerRecipe(Reader):
             self.put("max_lag", lag)
         if not self["env"]:
             self.note("atropos-url", f"groups that are more than {lag} steps old (max_lag) are left out")
-        if self["debug-loading"]:
-            self.note("debug-loading", "nothing more is printed; tandem --debug shows an error's traceback")
         self._batch()
         self.put("advantage", {"kind": "grpo", "std": "population", "eps": 1e-8})
         eps = self["clip-eps"]  # each sequence's mean over its tokens, then the mean over sequences, as Atropos has it
@@ -106,24 +103,21 @@ class TrainerRecipe(Reader):
             return {"CUDA_VISIBLE_DEVICES": ""}
         return {"CUDA_VISIBLE_DEVICES": seen[index].strip()} if index else {}
 
-    def _places(self) -> dict[str, str]:
-        """Why flags of each place change nothing; empty where they count."""
-        mode = f"with --weight-bridge-mode {self.mode}"
-        runs = bool(self._urls or self._nodes)
+    def _conditions(self) -> dict[str, bool]:
+        """Conditions under which flags count, and whether they hold."""
         return {
-            "teacher": "" if self["distill-enabled"] else "without --distill-enabled",
-            "adafactor": "" if self["optimizer"] == "adafactor" else f"with --optimizer {self['optimizer']}",
-            "adapter": "" if self._lora else f"{mode}, which trains no adapter",
-            "full": f"{mode}; an adapter's layers are --lora-layer-indices" if self._lora else "",
-            "shared": "" if self._way == "shared" else "unless weights are shared",
-            "shared_vllm": "" if self.mode == "shared_vllm" else f"{mode}; it belongs to shared_vllm",
-            "nccl": "" if self.mode == "lora_nccl" else f"{mode}; it belongs to lora_nccl",
-            "interval": f"{mode}, which syncs every step" if self._each_step else "",
-            "nodes": "" if self._distributed else "unless there are engines on other nodes (--num-inference-nodes)",
-            "started": "on an engine that runs already, which was told when it was started" if runs else "",
-            "no url": "beside --vllm-url, which has the port" if self["vllm-url"] else "",
-            "broker": "with --env, which is where groups come from" if self["env"] else "",
-            "wandb": "" if self["use-wandb"] else "without --use-wandb",
+            "distill-enabled": self["distill-enabled"],
+            "adafactor": self["optimizer"] == "adafactor",
+            "an adapter": self._lora,
+            "all weights": not self._lora,
+            "shared weights": self._way == "shared",
+            "shared_vllm": self.mode == "shared_vllm",
+            "lora_nccl": self.mode == "lora_nccl",
+            "intervals": not self._each_step,
+            "nodes": self._distributed,
+            "own engine": not (self._urls or self._nodes),
+            "a broker": not self["env"],
+            "use-wandb": self["use-wandb"],
         }
 
     @property
@@ -135,15 +129,10 @@ class TrainerRecipe(Reader):
     def _lora(self) -> bool:
         return WAYS[self.mode][0] == "lora"
 
-    @cached_property
+    @property
     def _urls(self) -> list[str]:
-        """Engines that run already: those that are named, or on other nodes the last ones of SLURM's job."""
-        urls = list(self["vllm-url"]) or ([self.running.url] if self.running else [])
-        job = hosts(nodes) if (nodes := self.environ.get("SLURM_JOB_NODELIST")) and self._nodes and not urls else []
-        if len(job) > self._nodes:
-            urls = [f"http://{host}:{self['vllm-port']}" for host in job[-self._nodes :]]
-            self.note("num-inference-nodes", f"engines are on the last hosts of the job: {', '.join(urls)}")
-        return urls
+        """Engines that run already."""
+        return list(self["vllm-url"]) or ([self.running.url] if self.running else [])
 
     @cached_property
     def _nodes(self) -> int:
@@ -193,8 +182,6 @@ class TrainerRecipe(Reader):
             self.put("optimizer.weight_decay", DECAY)
             return
         self.put("optimizer.relative_rate", self["adafactor-scale-parameter"])
-        if self["adafactor-relative-step"]:
-            self.wrong("adafactor-relative-step", "the rate is --lr, and Adafactor cannot choose it too: leave it out")
 
     def _trainable(self) -> None:
         self.put("trainable.kind", "lora" if self._lora else "full")
@@ -248,21 +235,12 @@ class TrainerRecipe(Reader):
             self.note("weight-bridge-mode", f"the engine at {self._urls[0]} is not ours to restart: {does} instead")
         if nodes and self.mode == "shared_vllm":
             self.note("num-inference-nodes", "memory cannot be shared between nodes, so full weights are broadcast")
-        if self["trainer-rank"]:
-            self.wrong("trainer-rank", "the trainer is one process, rank 0; start it once and leave this out")
-        if "world-size" in self and self["world-size"] != 1 + nodes:
-            self.wrong("world-size", f"the trainer and {nodes} engines on other nodes are {1 + nodes}")
 
     def _sync(self, every: int) -> None:
         way, nccl = self._way, self.mode == "lora_nccl"
-        size = 1 + max(1, len(self._urls))
-        if nccl and "nccl-world-size" in self and self["nccl-world-size"] != size:
-            self.wrong("nccl-world-size", f"the trainer and its engines are {size}; name others by --vllm-url")
         self.put("sync.kind", way)
         if way != "shared":
             self.put("sync.every", every)
-        elif self["single-copy"] or self["use-cuda-ipc"]:
-            self.note("single-copy" if self["single-copy"] else "use-cuda-ipc", "sync shared is always one copy")
         if nccl or self._distributed:
             self._meeting("nccl-init-method" if nccl else "init-method")
         if way == "shared" and self.running and self.running.bridge:

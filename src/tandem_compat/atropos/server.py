@@ -24,7 +24,7 @@ def translate(values: Mapping[str, Json], rest: Mapping[str, Json], environ: Map
     flags = Reader.of_command_line(SERVER, values)
     dtype, lora, max_loras = flags["dtype"], flags["enable-lora"], max(2, flags["max-loras"])
     flags.put("engine", {"kind": "vllm", "host": flags["host"] or "127.0.0.1"})
-    flags.settle_all({} if lora else {"adapter": "without --enable-lora"})
+    flags.settle_all({"an adapter": bool(lora)})
     shared = environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0").strip() == "1"
     if not flags["model"]:
         flags.wrong("model", "it is missing: a Hugging Face id or a folder")

@@ -115,7 +115,7 @@ class AxolotlDatasets(Environment):
 
     def _last_held_out(self, hashes: Sequence[str]) -> str:
         """Highest hash of the rows that val_set_size holds out; empty if it holds out none."""
-        size = self.cfg.get("val_set_size") or 0
+        size = max(0, self.cfg.get("val_set_size") or 0)
         count = math.ceil(size * len(hashes)) if size < 1 else int(size)
         if count >= len(hashes):
             raise EnvError(f"val_set_size: {count} of {len(hashes)} rows held out leave none to train on")

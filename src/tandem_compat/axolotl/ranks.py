@@ -91,14 +91,9 @@ def _sharding(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> tuple[str, S
     config, words = recipe["fsdp_config"], recipe["fsdp"]
     fsdp = "fsdp_config" if config else "fsdp"
     if recipe["deepspeed"]:
-        if config or words:
-            recipe.wrong("deepspeed", f"Axolotl takes it or {fsdp}, not both; leave one of them out")
         return "deepspeed", of_deepspeed(recipe["deepspeed"], partial(recipe.wrong, "deepspeed"))
     if config or words or recipe["fsdp_version"] is not None:
-        listed = words.split() if isinstance(words, str) else words
-        if not isinstance(listed, list) or not all(isinstance(word, str) for word in listed):
-            recipe.wrong("fsdp", "expected a list such as [full_shard, auto_wrap]")
-            listed = []
+        listed = list(map(str, words)) if isinstance(words, list) else str(words).split()
         return fsdp, of_fsdp(config, listed, partial(recipe.wrong, fsdp))
     return "ranks", of_accelerate(environ, partial(recipe.wrong, "the launcher's file"))
 

@@ -115,10 +115,6 @@ class AxolotlRecipe(Reader):
         ``by_epoch``, as Axolotl hands it on.
         """
         if often := self.get(by_epoch, 0):
-            if not 0 <= often < math.inf:
-                self.wrong(by_epoch, f"expected how often in an epoch, got {often:g}")
-            if option in self:
-                self.wrong(by_epoch, f"Axolotl takes it or {option}, not both; leave one of them out")
             times: float = often * self["num_epochs"]
             return math.ceil(steps / max(1.0, times))
         return self.interval(option, steps)

@@ -45,7 +45,7 @@ _CORRECTION = "trl.vllm_importance_sampling_correction"
 
 def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     """All of it; ``environ`` has the launcher's variables."""
-    recipe.settle_all(_places(recipe))
+    recipe.settle_all(_conditions(recipe))
     read_ranks(recipe, environ)
     _model(recipe)
     groups = _batch(recipe)
@@ -68,30 +68,23 @@ def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     recipe.tree.entries = dict(sorted(recipe.tree.entries.items(), key=lambda entry: order.index(entry[0])))
 
 
-def _places(recipe: AxolotlRecipe) -> dict[str, str]:
-    """Why options of each place change nothing; empty where they count."""
-    vllm = "" if recipe["trl.use_vllm"] else "where trl.use_vllm is false"
-    colocated = recipe["trl.vllm_mode"] == "colocate"
-    uncorrected = "where the policy itself samples (trl.use_vllm is false)" if vllm else f"where {_CORRECTION} is false"
-    needed = {
-        "adapter": ("adapter", "adapter: lora"),
-        "trackio": ("use_trackio", "use_trackio: true"),
-        "shown": ("trl.log_completions", "log_completions: true"),
-        "prefetch": ("trl.async_prefetch", "async_prefetch"),
-        "moving reference": ("trl.sync_ref_model", "sync_ref_model"),
-    }
+def _conditions(recipe: AxolotlRecipe) -> dict[str, bool]:
+    """Conditions under which options count, and whether they hold."""
+    vllm, colocated = recipe["trl.use_vllm"], recipe["trl.vllm_mode"] == "colocate"
     return {
-        **{place: "" if recipe[option] else f"without {text}" for place, (option, text) in needed.items()},
-        "cosine": "" if recipe["lr_scheduler"] == "cosine" else "without lr_scheduler: cosine",
-        "warm-up": "with lr_scheduler: constant, which has no warm-up in Axolotl, too"
-        if recipe["lr_scheduler"] == "constant"
-        else "",
-        "wandb": "" if recipe["use_wandb"] or recipe["wandb_project"] else "without wandb_project or use_wandb: true",
-        "vllm": vllm,
-        "server": vllm or ("with vllm_mode: colocate; there is no server" if colocated else ""),
-        "colocate": vllm or ("" if colocated else "with vllm_mode: server; the server is the group vllm's"),
-        "interval": vllm or ("with vllm_mode: colocate; weights are shared after every step" if colocated else ""),
-        "correction": "" if _weighed(recipe) else uncorrected,
+        "adapter: lora": bool(recipe["adapter"]),
+        "use_trackio": bool(recipe["use_trackio"]),
+        "use_wandb": bool(recipe["use_wandb"] or recipe["wandb_project"]),
+        "log_completions": bool(recipe["trl.log_completions"]),
+        "async_prefetch": bool(recipe["trl.async_prefetch"]),
+        "beta": bool(recipe["trl.beta"]),
+        "sync_ref_model": bool(recipe["trl.beta"] and recipe["trl.sync_ref_model"]),
+        "lr_scheduler: cosine": recipe["lr_scheduler"] == "cosine",
+        "warm-up": recipe["lr_scheduler"] != "constant",
+        "vllm": bool(vllm),
+        "server": bool(vllm and not colocated),
+        "colocate": bool(vllm and colocated),
+        "corrections": _weighed(recipe),
     }
 
 
@@ -191,9 +184,6 @@ def _precision(recipe: AxolotlRecipe) -> None:
         recipe.nothing("float32", "bf16 says the type of the weights; leave one of them out")
     dtype = "bfloat16" if half else "float32"
     recipe.put("dtype", dtype, "bf16", "float32")
-    for option in ("vllm.dtype", "trl.vllm_dtype"):
-        if recipe[option] not in ("auto", dtype):
-            recipe.wrong(option, f"the engine samples from the trained weights; write auto, not {recipe[option]}")
     if recipe["fp8"]:
         recipe.put("matmul", "fp8", "fp8")
     if (checkpointing := recipe["gradient_checkpointing"]) is not None:
@@ -251,19 +241,15 @@ def _warmup(recipe: AxolotlRecipe, steps: int) -> int:
 
     It does not know there how many steps there are, so that the share is rounded up, and has no bound.
     """
-    if recipe["warmup_steps"] and recipe.get("warmup_ratio"):
-        recipe.wrong("warmup_ratio", "Axolotl takes it or warmup_steps, not both; leave one of them out")
     if (updates := recipe["warmup_steps"]) is not None:
-        if updates < 0:
-            recipe.wrong("warmup_steps", "it must be at least 0")
         return recipe.per_step(2 if updates == 1 else updates)  # Axolotl, whose first rate is 0, makes one step two
     warmup: int = math.ceil(recipe["warmup_ratio"] * steps)
     return warmup
 
 
 def _rewards(recipe: AxolotlRecipe) -> None:
-    names: list[Json] = recipe["trl.reward_funcs"]
-    weights: list[Json] = recipe.get("trl.reward_weights", [1.0] * len(names))
+    names: list[str] = recipe["trl.reward_funcs"]
+    weights: list[float] = recipe.get("trl.reward_weights", [1.0] * len(names))
     recipe.note("trl.reward_funcs", "an answer of which every reward is None is left out; in TRL it counts as 0")
     if not names:
         recipe.wrong("trl.reward_funcs", "name at least one function, such as rewards.accuracy_reward")
@@ -272,9 +258,7 @@ def _rewards(recipe: AxolotlRecipe) -> None:
         return
     models = 0
     for name, weight in zip(names, weights, strict=True):
-        if not isinstance(name, str) or not name.strip():
-            recipe.wrong("trl.reward_funcs", f"expected import paths and models, got {name!r}")
-        elif names.count(name) > 1:
+        if names.count(name) > 1:
             recipe.wrong("trl.reward_funcs", f"{name} is given twice; add up its weights")
         elif _FUNCTION.match(name) and not Path(name).exists():
             played = {"kind": rollout.REWARD, "path": name, "weight": weight}
@@ -351,8 +335,6 @@ def _corrections(recipe: AxolotlRecipe, *, sampled: bool) -> None:
 def _bounds(recipe: AxolotlRecipe) -> dict[str, Json]:
     """Least and greatest weight; the greatest has an older and a newer name."""
     cap, most, least = (f"trl.vllm_importance_sampling_{name}" for name in ("cap", "clip_max", "clip_min"))
-    if cap in recipe and most in recipe:
-        recipe.wrong(cap, "vllm_importance_sampling_clip_max is its newer name; leave one of them out")
     low = {"low": recipe[least]} if least in recipe else {}
     return {**low, "high": recipe.get(most, recipe.get(cap, 3.0))}
 
@@ -365,10 +347,6 @@ def _ratio_corrected(recipe: AxolotlRecipe) -> bool:
 def _reference(recipe: AxolotlRecipe) -> None:
     if recipe["trl.beta"]:
         objective.put_reference(recipe, "trl.", ratio_corrected=_ratio_corrected(recipe))
-        return
-    for option in ("trl.sync_ref_model", "trl.use_bias_correction_kl"):
-        if recipe[option]:
-            recipe.wrong(option, "it needs a penalty: set trl.beta above 0, or leave it out")
 
 
 def _differences(recipe: AxolotlRecipe) -> None:
@@ -453,8 +431,6 @@ def _colocated(recipe: AxolotlRecipe) -> None:
         recipe.put("engine.sleep", 2, "trl.vllm_enable_sleep_mode")
     elif recipe["trl.vllm_enable_sleep_mode"]:
         recipe.nothing("trl.vllm_enable_sleep_mode", "shared weights are one copy, so none is put to sleep")
-    if recipe["trl.vllm_lora_sync"]:
-        recipe.wrong("trl.vllm_lora_sync", "it needs vllm_mode: server, in Axolotl too; leave it out")
 
 
 def _started(recipe: AxolotlRecipe, share: float) -> None:
@@ -486,10 +462,6 @@ def _data(recipe: AxolotlRecipe) -> None:
     """The environment."""
     if not recipe["datasets"]:
         recipe.problems.add(recipe.file.where, "missing 'datasets': a list of mappings with path and type")
-    if (held := recipe["val_set_size"] or 0) < 0:
-        recipe.wrong("val_set_size", f"expected a share of the rows below 1, or how many of them, got {held:g}")
-    elif held and recipe["test_datasets"]:
-        recipe.wrong("val_set_size", "Axolotl takes it or test_datasets, not both; leave one of them out")
     recipe.put("env.kind", ENV, "datasets")
     recipe.put("env.cfg", recipe.plain, "datasets")
     if recipe["trl.rollout_func"]:

@@ -42,7 +42,7 @@ def deploy(words: Mapping[str, Sequence[str]]) -> Translation:
     args = Reader.of_command_line(by_name(*DEPLOY), words)
     lora, modules = args["vllm_enable_lora"], args["target_modules"]
     args.put("engine", {"kind": "vllm", "gpu_memory_utilization": 0.9})
-    args.settle_all({} if lora else {"adapter": "without --vllm_enable_lora true: whole weights are received"})
+    args.settle_all({"lora": bool(lora)})
     if not args["model"]:
         args.wrong("model", "it is missing: a Hugging Face id or a folder")
     if args["host"] == "0.0.0.0" and not args["api_key"]:

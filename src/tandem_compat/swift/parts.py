@@ -255,32 +255,11 @@ def evaluation_strategy(args: Reader) -> str:
     return str(args["eval_strategy"] or args["save_strategy"])
 
 
-def interval_places(args: Reader) -> dict[str, str]:
-    """Why arguments on when a run saves and evaluates change nothing, by place; empty where they count."""
-    saves, evaluates = args["save_strategy"], evaluation_strategy(args)
-    with_saves = f"with --save_strategy {saves}"
-    with_evaluates = f"with --eval_strategy {evaluates}" if args["eval_strategy"] else with_saves
-    held_out = bool(args["split_dataset_ratio"] or args["val_dataset"])
-    unheld = "" if held_out else "without --val_dataset or --split_dataset_ratio"
-    never = with_evaluates if evaluates == "no" else ""
-    for_both = held_out and evaluates == "steps" and "eval_steps" not in args
-    return {
-        "evaluation strategy": never,
-        "evaluation": unheld or never,
-        "evaluation by steps": unheld or (with_evaluates if evaluates != "steps" else ""),
-        "saved": with_saves if saves == "no" else "",
-        "saved by steps": "" if saves == "steps" or for_both else with_saves,
-    }
-
-
 def loggers(args: Reader) -> None:
     """Set ``loggers``: the terminal, boards, and completions.jsonl."""
     boards = [name for name in args["report_to"] if name not in ("none", "swanlab")]
     if "swanlab" in args["report_to"]:
         args.note("report_to", "there is no logger for swanlab; numbers are in metrics.jsonl of the run's folder")
-    for name in boards:
-        if name not in ("tensorboard", "wandb", "trackio"):
-            args.wrong("report_to", f"there is no {name!r} here; choose from tensorboard, wandb, trackio, none")
     if boards:
         args.put("metric_names", "trl")
     args.put("loggers", ["console", *boards, *([{"kind": COMPLETIONS}] if args["log_completions"] else [])])

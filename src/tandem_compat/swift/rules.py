@@ -35,7 +35,7 @@ class SwiftRecipe(Reader):
             ConfigError: with every argument that is wrong.
         """
         self.environ = environ
-        self.settle_all(self._places())
+        self.settle_all(self._conditions())
         self._check()
         self._check_batch()
         self.raise_if_wrong()
@@ -95,8 +95,6 @@ class SwiftRecipe(Reader):
     @cached_property
     def sharding(self) -> Sharding:
         """What ranks share, and where states are."""
-        if self["deepspeed"] and self["fsdp"]:
-            self.wrong("fsdp", "ms-swift takes it or --deepspeed, not both; leave one of them out")
         read: Mapping[str, Callable[..., Sharding | None]] = {"deepspeed": of_deepspeed, "fsdp": of_fsdp_file}
         for name, sharding_of in read.items():
             if self[name]:
@@ -159,68 +157,46 @@ class SwiftRecipe(Reader):
         grammar = self.mode != "none" and self["structured_outputs_regex"]
         return bool(grammar or (self[_MODE] and self._rounds == 1))
 
-    def _places(self) -> dict[str, str]:
-        """Why arguments of each place change nothing; empty where they count."""
-        loss, scheduler = self["loss_type"], self["lr_scheduler_type"]
-        away = {
-            "none": "without --use_vllm true",
-            "server": "with --vllm_mode server, whose engine has options of its own (tandem swift deploy)",
-            "colocate": "with --vllm_mode colocate, whose engine is started here",
-        }[self.mode]
-        at_one = f"where {_MODE} makes every ratio 1" if self._at_ratio_one else ""
-        family = loss not in ("cispo", "sapo")
-        clipless = "" if family else f"with --loss_type {loss}, which does not clip"
-        second = family and self["importance_sampling_level"] == "token"
-        reference = "" if self["beta"] else "with --beta 0, which has no reference"
-        lora, constant = self["train_type"] == "lora", "--lr_scheduler_type constant"
-        needed = {
-            "correction": _MODE,
-            "reward model": "reward_model",
-            "scheduler": "multi_turn_scheduler",
-            "dynamic_sample": "dynamic_sample",
-        }
+    def _conditions(self) -> dict[str, bool]:
+        """Conditions under which arguments count, and whether they hold."""
+        loss, differ, saves = self["loss_type"], not self._at_ratio_one, self["save_strategy"]
+        clips, evaluates = loss not in ("cispo", "sapo"), parts.evaluation_strategy(self)
+        held_out = bool(self["split_dataset_ratio"] or self["val_dataset"])
+        by_save_steps = held_out and evaluates == "steps" and "eval_steps" not in self
+        set_at_all = ("multi_turn_scheduler", "dynamic_sample", "max_length", "beta")
         return {
-            "vllm": away if self.mode == "none" else "",
-            "server": "" if self.mode == "server" else away,
-            "colocate": "" if self.mode == "colocate" else away,
-            "clipped": at_one or clipless,
-            "clipped high": (at_one if family else "") or (clipless if loss == "sapo" else ""),
-            "grpo's loss": at_one or ("" if second else "with that loss, which has no second clip"),
-            "sapo": at_one or ("" if loss == "sapo" else f"with --loss_type {loss}"),
-            "ratio": "" if family else f"with --loss_type {loss}, which has a ratio of its own",
-            "reference": reference,
-            "average": reference or ("" if self["sync_ref_model"] else "without --sync_ref_model true"),
-            "lora": "" if lora else f"with --train_type {self['train_type']}, which trains no adapter",
-            "adam": "with --optim adafactor" if self["optim"] == "adafactor" else "",
-            "warm-up": ""
-            if scheduler != "constant"
-            else f"with {constant}, which has no warm-up in ms-swift, too (constant_with_warmup has)",
-            "max_length": "" if self["max_length"] else "without --max_length: micro_batch_tokens bounds the memory",
-            **{place: "" if self[name] else f"without --{name}" for place, name in needed.items()},
-            **parts.interval_places(self),
-            **{
-                name: "" if name in self["reward_funcs"] else f"without {name} among --reward_funcs"
-                for name in ("cosine", "repetition", "soft_overlong")
-            },
+            "vllm": self.mode != "none",
+            "server": self.mode == "server",
+            "colocate": self.mode == "colocate",
+            "corrections": bool(self[_MODE]),
+            "clipped ratios": differ and clips,
+            "a high clip": loss == "cispo" or (differ and clips),
+            "grpo's clipped ratios": differ and clips and self["importance_sampling_level"] == "token",
+            "loss_type sapo": differ and loss == "sapo",
+            "clipping": clips,
+            "sync_ref_model": bool(self["beta"] and self["sync_ref_model"]),
+            "lora": self["train_type"] == "lora",
+            "an Adam optimizer": self["optim"] != "adafactor",
+            "warm-up": self["lr_scheduler_type"] != "constant",
+            "an eval_strategy": evaluates != "no",
+            "held-out rows": held_out and evaluates != "no",
+            "eval_strategy steps": held_out and evaluates == "steps",
+            "a save_strategy": saves != "no",
+            "save_strategy steps": saves == "steps" or by_save_steps,
+            **{name: bool(self[name]) for name in set_at_all},
+            **{name: name in self["reward_funcs"] for name in ("cosine", "repetition", "soft_overlong")},
         }
 
     def _check(self) -> None:
         """What no other argument decides."""
         if not self["model"]:
             self.wrong("model", "it is missing: a Hugging Face id or a folder")
-        happens = {"delete": "left out", "left": "cut", "right": "cut"}.get(self["truncation_strategy"])
-        if happens:
-            self.note("truncation_strategy", f"a prompt without room is an error here, not {happens}")
         if self["train_type"] == "lora" and "lora_dropout" not in self:
             self.note("lora_dropout", "ms-swift's default of 0.05 is left out, for Tandem has no dropout")
         if "ref_model" in self and self["ref_model"] != self["model"]:
             self.wrong("ref_model", "the reference is the model as the run begins; it must be --model, or left out")
-        if self["reward_model_plugin"] not in (None, ["default"]):
-            self.wrong("reward_model_plugin", "the reward is the model's own output; write a reward function instead")
 
     def _check_batch(self) -> None:
-        if "generation_batch_size" in self and "steps_per_generation" in self:
-            self.wrong("generation_batch_size", "steps_per_generation says the same; leave one of them out")
         group, step = self["num_generations"], self._completions
         batch = self["per_device_train_batch_size"] * self._batches
         factors = "per_device_train_batch_size x gradient_accumulation_steps"

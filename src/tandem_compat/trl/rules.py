@@ -42,7 +42,7 @@ class TrlRecipe(Reader):
             elif value is not None:
                 plain = getattr(value, "value", value)  # transformers has enumerations of texts
                 recipe.read(row, list(plain) if isinstance(plain, tuple) else plain)
-        recipe.settle_all(recipe._places())
+        recipe.settle_all(recipe._conditions())
         recipe._batch()
         put_generation(recipe)
         recipe._objective()
@@ -72,21 +72,20 @@ class TrlRecipe(Reader):
             self.put("evaluate", {"tasks": held_out, "samples": 1, "every": period})
         self.problems.raise_if_any("GRPOConfig")
 
-    def _places(self) -> dict[str, str]:
-        """Why fields of each place change nothing; empty where they count."""
-        vllm = "" if self["use_vllm"] else "without use_vllm=True"
-        mode, loss = self["vllm_mode"], self["loss_type"]
-        weighed = self["vllm_importance_sampling_correction"]
+    def _conditions(self) -> dict[str, bool]:
+        """Conditions under which fields count, and whether they hold."""
+        vllm, loss = bool(self["use_vllm"]), self["loss_type"]
         return {
             "vllm": vllm,
-            "server": vllm or ("" if mode == "server" else "with vllm_mode='colocate'"),
-            "colocate": vllm or ("" if mode == "colocate" else "with vllm_mode='server'"),
-            "correction": vllm or ("" if weighed else "without vllm_importance_sampling_correction"),
-            "moving reference": "" if self["sync_ref_model"] else "without sync_ref_model",
-            "shown": "" if self["log_completions"] else "without log_completions",
-            "sapo": "" if loss == "sapo" else f"with loss_type={loss!r}",
-            "ratios": "" if self._differ and loss not in ("cispo", "sapo") else "where every ratio is 1",
-            "evaluation": "" if self["eval_strategy"] == "steps" else "without eval_strategy='steps'",
+            "server": vllm and self["vllm_mode"] == "server",
+            "colocate": vllm and self["vllm_mode"] == "colocate",
+            "corrections": vllm and self["vllm_importance_sampling_correction"],
+            "beta": bool(self["beta"]),
+            "sync_ref_model": bool(self["beta"] and self["sync_ref_model"]),
+            "log_completions": bool(self["log_completions"]),
+            "loss_type: sapo": loss == "sapo",
+            "clipped ratios": self._differ and loss not in ("cispo", "sapo"),
+            "eval_strategy: steps": self["eval_strategy"] == "steps",
         }
 
     @property
