@@ -288,13 +288,13 @@ def _read_hub(name: str, subset: str | None, split: str) -> Iterator[DataRow]:
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the library raises anything from OSError to its own; the message carries it
-        found = (
+        why = (
             f"is not on this machine, and {away}"
             if away
             else f"cannot be loaded: {type(error).__name__}: {_first_line(error)}"
         )
         raise EnvError(
-            f"data set {name!r} (subset {subset or 'default'}, split {split!r}) {found}; it is not a local file: check "
+            f"data set {name!r} (subset {subset or 'default'}, split {split!r}) {why}; it is not a local file: check "
             "the name and the network, or set path to a local JSONL, CSV or Parquet file"
         ) from error
     for number, columns in enumerate(loaded, 1):
