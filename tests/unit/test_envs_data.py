@@ -425,7 +425,7 @@ def test_unreachable_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         Gsm8k().tasks("train")
     monkeypatch.setattr("tandem.hub.away", lambda: "the hub is away")
-    with pytest.raises(EnvError, match="split 'train'\\) is not on this machine, and the hub is away; set path to"):
+    with pytest.raises(EnvError, match="is not on this machine, and the hub is away; it is not a local file"):
         Gsm8k().tasks("train")
 
 

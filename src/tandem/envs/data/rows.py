@@ -288,15 +288,14 @@ def _read_hub(name: str, subset: str | None, split: str) -> Iterator[DataRow]:
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the library raises anything from OSError to its own; the message carries it
-        if away:
-            raise EnvError(
-                f"data set {name!r} (subset {subset or 'default'}, split {split!r}) is not on this machine, and {away}"
-                "; set path to a local JSONL, CSV or Parquet file"
-            ) from error
+        why = (
+            f"is not on this machine, and {away}"
+            if away
+            else f"cannot be loaded: {type(error).__name__}: {_first_line(error)}"
+        )
         raise EnvError(
-            f"data set {name!r} (subset {subset or 'default'}, split {split!r}) cannot be loaded: "
-            f"{type(error).__name__}: {_first_line(error)}. It is not a local file, so it was looked for on the "
-            f"Hugging Face hub: check the name and the network, or set path to a local JSONL, CSV or Parquet file"
+            f"data set {name!r} (subset {subset or 'default'}, split {split!r}) {why}; it is not a local file: check "
+            "the name and the network, or set path to a local JSONL, CSV or Parquet file"
         ) from error
     for number, columns in enumerate(loaded, 1):
         yield DataRow(f"{name}[{split}] row {number}", number, _plain(columns))

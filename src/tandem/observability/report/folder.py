@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -44,8 +44,6 @@ class RunFolder:
     """Rows of eval.jsonl by step, the last one of each environment and step."""
     rollout_steps: list[int]
     """Steps whose rollouts are kept, ascending."""
-    joined: dict[int, dict[object, Row]] = field(default_factory=dict)
-    """Steps that were averaged for the page already, by how many to a point."""
     process: Literal["", "alive", "gone"] = ""
     """The run's process, by its sign of life: it runs, it ended without a word, or nothing is known of it."""
 
@@ -85,7 +83,6 @@ class FollowedRun:
             json_lines.Tail(self.path / name) for name in ("metrics.jsonl", "eval.jsonl")
         )
         self._events = json_lines.Tail(self.path / "events.jsonl", *([] if most is None else [WEIGHTY]))
-        self._joined: dict[int, dict[object, Row]] = {}
         self._seen: tuple[object, RunFolder] | None = None
 
     def state(self) -> dict[str, str]:
@@ -117,7 +114,6 @@ class FollowedRun:
             metrics=[metrics[step] for step in sorted(metrics)],
             events=self._events.look(),
             evaluations=sorted(evaluations.values(), key=lambda row: row["step"]),
-            joined=self._joined,
             rollout_steps=sorted(int(at.stem) for at in rollouts if at.stem.isdecimal() and len(at.stem) >= 6),
         )
 

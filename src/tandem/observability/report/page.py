@@ -155,10 +155,7 @@ def columns(run: RunFolder, most: int = MOST_POINTS, names: tuple[str, ...] = ()
     """
     rows = run.metrics
     share = max(1, -(-len(rows) // most))
-    if share not in run.joined:
-        run.joined.clear()
-    joined = run.joined.setdefault(share, {})
-    points = [_point(rows[i : i + share], names, joined if share > 1 else {}) for i in range(0, len(rows), share)]
+    points = [_point(rows[i : i + share], names) for i in range(0, len(rows), share)]
     known = sorted({name for point in points for name in point["values"]})
     odd: dict[str, list[int]] = {}
     for name, step in (each for point in points for each in point["odd"]):
@@ -171,17 +168,14 @@ def columns(run: RunFolder, most: int = MOST_POINTS, names: tuple[str, ...] = ()
     }
 
 
-def _point(rows: Sequence[Row], names: tuple[str, ...], joined: dict[object, Row]) -> Row:
-    """Rows as one point, which is remembered, so that a run that goes on costs its new steps alone."""
-    key = rows[0]["step"], rows[-1]["step"], rows[-1].get("time"), names
-    if key not in joined:
-        known = {name for row in rows for name in row["metrics"] if not names or name in names}
-        joined[key] = {
-            "step": rows[-1]["step"],
-            "values": {name: _join(name, [row["metrics"].get(name) for row in rows]) for name in known},
-            "odd": [(name, row["step"]) for row in rows for name in known if row["metrics"].get(name, 0.0) is None],
-        }
-    return joined[key]
+def _point(rows: Sequence[Row], names: tuple[str, ...]) -> Row:
+    """Rows as one point."""
+    known = {name for row in rows for name in row["metrics"] if not names or name in names}
+    return {
+        "step": rows[-1]["step"],
+        "values": {name: _join(name, [row["metrics"].get(name) for row in rows]) for name in known},
+        "odd": [(name, row["step"]) for row in rows for name in known if row["metrics"].get(name, 0.0) is None],
+    }
 
 
 def short(value: float) -> float:
