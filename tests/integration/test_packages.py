@@ -170,7 +170,8 @@ def test_an_mcp_server_that_fails_costs_a_call_or_its_rollout(
 ) -> None:
     monkeypatch.setattr(server, "MOST_BYTES", 1 << 20)
     options = {**CAPITALS, "timeout_seconds": 15.0 if broken == "hangs" else 120.0}
-    env = Mcp(servers=[{"command": "python", "args": ["broken_server.py", broken]}], python=python, **options)
+    broken_server = {"args": ["broken_server.py", broken], "env": {"PYTHONPATH": str(ROOT / "recipes")}}
+    env = Mcp(servers=[{"command": "python", **broken_server}], python=python, **options)
     (rollout,) = played(env, tools, [*call(tools), END], [64, END], size=1).rollouts
     assert message in (rollout.error or rollout.messages[2].content)
     assert rollout.metrics.get("tool_errors") == (1.0 if broken == "dies" else None)

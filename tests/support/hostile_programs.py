@@ -12,7 +12,6 @@ HOSTILE = {
     "a child that stays": "import os, time\nif os.fork() == 0:\n    os.setsid(); os.close(1); os.close(0); time.sleep(60)",
     "memory": "x = []\nwhile True: x.append(bytearray(1 << 20))",
     "memory by mmap": "import mmap\nx = [mmap.mmap(-1, 1 << 28) for _ in range(64)]\nprint('REACHED')",
-    "memory by memfd": LIBC + "f = [os.memfd_create('x') for _ in range(200)]\nprint('REACHED')",
     "memory by shmget": LIBC + "print('REACHED' if libc.shmget(0, 1 << 20, 0o1600) >= 0 else '')",
     "a file in /tmp that fills it": "f = open('/tmp/x', 'wb')\nfor _ in range(64): f.write(bytes(1 << 20)); f.flush()\nprint('REACHED')",
     "many files": "for n in range(5000): open(f'/tmp/{n}', 'w').close()\nprint('REACHED')",
