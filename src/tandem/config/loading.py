@@ -479,7 +479,8 @@ def _nearby(source: Path) -> str:
     if "=" in str(source):
         return f": it is an option, which comes after a recipe, as in: tandem train quickstart {source}"
     folders = (source.parent, Path("recipes"), Path())
-    recipes = {str(path): None for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.y*ml"))}
+    files = [path for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.y*ml")) if path.is_file()]
+    recipes = {str(path): None for path in files if "\nmodel:" in "\n" + path.read_text(errors="replace")}
     by_stem = {name: name for name in clone.recipes()} | {Path(path).stem: path for path in reversed(list(recipes))}
     by_stem |= {run.parent.name: str(run.parent) for run in source.parent.glob("*/config.yaml")}
     close = difflib.get_close_matches(source.stem, list(by_stem), n=1, cutoff=0.5)
