@@ -468,6 +468,7 @@ def test_an_environment_without_rewards_of_its_own_needs_some(here: Path) -> Non
 def test_a_missing_recipe_names_those_nearby(here: Path) -> None:
     Path("recipes").mkdir()
     Path("recipes/gsm8k.yaml").write_text(MINIMAL)
+    Path("mkdocs.yml").write_text("site_name: no recipe\n")
     with pytest.raises(ConfigError, match=r"there is no recipe recipes/gsm8.yaml; did you mean recipes/gsm8k.yaml\?"):
         load(Path("recipes/gsm8.yaml"))
     with pytest.raises(ConfigError, match=r"there is no recipe gsm8; did you mean recipes/gsm8k.yaml"):

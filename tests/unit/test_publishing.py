@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import HfHubHTTPError
 
 from tandem.api.card import model_card
 from tandem.api.publishing import push
@@ -152,3 +153,13 @@ def test_a_run_or_a_hub_that_is_not_there_is_named_before_anything_is_made(train
 def test_a_refusal_of_the_hub_says_how_to_log_in(trained: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot push to a/b/c: .*; log in by: hf auth login"):
         push(trained, "a/b/c")
+
+
+def test_a_connection_lost_in_a_push_is_one_sentence(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: object, **__: object) -> None:
+        raise HfHubHTTPError.__bases__[0]("reset by peer")
+
+    monkeypatch.setattr("tandem.hub.away", lambda: "")
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lose)
+    with pytest.raises(ConfigError, match=r"push to me/a: the connection was lost \(reset by peer\); push again"):
+        push(trained, "me/a")

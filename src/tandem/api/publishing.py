@@ -100,6 +100,8 @@ def push(
     recipe_of(run)
     weights_of(run, step)  # before a repository is made for it
     api = HfApi(token=token)
+    # a lost connection is an error of the hub's HTTP library, which differs between its versions, and no OSError
+    lost: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
     with tempfile.TemporaryDirectory() as folder:
         try:
             validate_repo_id(repository)
@@ -110,6 +112,8 @@ def push(
             api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message or "Upload from Tandem")
         except (HfHubHTTPError, HFValidationError, OSError) as error:
             raise ConfigError(f"cannot push to {repository}: {error}; log in by: hf auth login") from error
+        except lost as error:
+            raise ConfigError(f"cannot push to {repository}: the connection was lost ({error}); push again") from error
     return str(made)
 
 
