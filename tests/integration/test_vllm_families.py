@@ -68,7 +68,8 @@ def test_a_family_is_trained_proven_killed_and_resumed(name: str, sync: str, tmp
     model = made(name, tmp_path / "model")
     way = {"kind": sync, "every": 1} if sync == "restart" else sync
     steps = 3 if sync == "restart" else STEPS  # for each of which an engine is started
-    here = engine()
+    # With it vLLM 0.32 on a CPU fails on prompts beside each other through Mamba-2 layers.
+    here = engine(enable_prefix_caching=name != "falcon_h1")
     if "text_config" in FAMILIES[name]:
         here["args"] = here.get("args", {}) | AS_TEXT
     run = Trainer.fresh(tmp_path, model, steps=steps, trainable={"kind": "full"}, sync=way, engine=here)
