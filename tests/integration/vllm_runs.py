@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,9 +280,13 @@ class Trainer:
     def sampling(self, after: int) -> Left:
         """Wait until requests are in flight after some steps, the last of which is saved; the engine they are in."""
         self.until(lambda: self.steps() >= after, f"step {after}", seconds=400)  # an engine may be started for each
-        left = Left.of(self.folder)
-        self.until(lambda: self.saved() and left.ask("/health")["running"] > 0, "sampling")
-        return left
+        self.until(self._samples, "sampling")
+        return Left.of(self.folder)
+
+    def _samples(self) -> bool:
+        with suppress(OSError):  # by sync: restart, between two engines
+            return self.saved() and Left.of(self.folder).ask("/health")["running"] > 0
+        return False
 
     def saved(self) -> bool:
         """Whether the last step has its checkpoint."""
@@ -310,6 +314,8 @@ class Trainer:
                 if self.saved() and (info["state"], info["step"]) == ("serving", self.steps()):
                     self.kill()
                     return left, info["step"]
+            except OSError:
+                pass  # the engine is being ended, by sync: restart
             finally:
                 if self.process.poll() is None:
                     self.process.send_signal(signal.SIGCONT)

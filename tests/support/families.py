@@ -2,46 +2,49 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 SIZES = {
     "vocab_size": 300,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "max_position_embeddings": 256,
     "pad_token_id": 2,
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-_HEAD = {"head_dim": 16}
+_HEAD = {"head_dim": 32}
 _MIXED = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 _MOE = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 _ROUTED = {"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
 _MLA = {
-    "num_key_value_heads": 4,
+    "num_key_value_heads": 2,
     "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
 _DELTA = {
     **_HEAD,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2}
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -106,26 +109,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm": _HEAD,
     "glm4": _HEAD,
     "glm4_moe": {**_HEAD, **_ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "glm4_moe_lite": {**_MLA, **_ROUTED, "n_shared_experts": 1},
-    "glm_moe_dsa": {**_MLA, **_ROUTED, "index_topk": 16, "index_head_dim": 16, "index_n_heads": 2},
+    "glm4_moe_lite": {**_MLA, **_ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "glm_moe_dsa": {**_MLA, **_ROUTED, "index_topk": 16, "index_head_dim": 128, "index_n_heads": 2},
     "gpt_oss": {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "deepseek_v2": {**_MLA, **_ROUTED, "topk_method": "group_limited_greedy", "first_k_dense_replace": 1},
-    "deepseek_v3": {**_MLA, **_ROUTED, "first_k_dense_replace": 1},
+    "deepseek_v3": {**_MLA, **_ROUTED, "topk_method": "noaux_tc", "first_k_dense_replace": 1},
     "kimi_linear": {
         **_MOE,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": 2,
         "q_lora_rank": None,
         "kv_lora_rank": 16,
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
-        "linear_head_dim": 16,
+        "linear_head_dim": 32,
         "linear_num_heads": 4,
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
     },
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "lfm2": {"conv_dim": 64, "layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm2_moe": {**_MOE, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1},
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 1},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128, "lm_head_multiplier": 0.0195},
     "falcon_mamba": {"state_size": 8},
     "mamba": {"state_size": 8},
@@ -143,7 +146,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
     },
     "minimax": {**_HEAD, "num_local_experts": 4, "block_size": 16},
-    "minimax_m2": {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "minimax_m2": {
+        **_HEAD,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+        "scoring_func": "sigmoid",
+    },
     "smollm3": {},
     "cohere": {"logit_scale": 0.0625},
     "cohere2": {**_HEAD, "logit_scale": 0.25, "sliding_window": 16, "layer_types": _MIXED},
@@ -154,10 +163,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "persimmon": {},
     "phi": {},
     "gpt_neox": {},
-    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256},
+    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 2, "n_positions": 256},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "bloom": {"n_layer": 4, "n_head": 4},
-    "mpt": {"d_model": 64, "n_layers": 4, "n_heads": 4, "max_seq_len": 256},
+    "bloom": {"n_layer": 4, "n_head": 2},
+    "mpt": {"d_model": 64, "n_layers": 4, "n_heads": 2, "max_seq_len": 256},
     "hunyuan_v1_dense": _HEAD,
     "hunyuan_v1_moe": {**_HEAD, "num_experts": 4, "moe_topk": 2},
     "seed_oss": _HEAD,
@@ -192,3 +201,8 @@ def config_of(name: str) -> Any:
     config = AutoConfig.for_model(name, **(options if "text_config" in options else {**SIZES, **options}))
     config.get_text_config().initializer_range = 0.1  # wide enough that tokens differ in probability
     return config
+
+
+def cells(page: str) -> dict[str, str]:
+    """The page's column of vLLM, by family."""
+    return dict(re.findall(r"^\| `(\w+)` (?:\|[^|]*){4}\| ([\w-]+) \|", page, re.MULTILINE))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from support.families import FAMILIES, config_of
+from support.families import FAMILIES, PAGE, cells, config_of
 
 from tandem.engines.embedded.spec import Embedded
 from tandem.errors import ConfigError
@@ -25,7 +25,6 @@ from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import Completion, Sampling
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 REFUSED = {"glm_moe_dsa"}
 """Of sparse-indexed attention, of which transformers' own batches differ from single sequences."""
 NOT_LINEAR = {"gpt2"}
@@ -186,7 +185,7 @@ def _row(name: str) -> str:
         lora = max(lora, trained(name, Lora(rank=4, alpha=8, target_parameters=tuple(experts)), choice.packing))
         assert lora < CLOSE, name
     adapted = "no linear layers" if name in NOT_LINEAR else f"{lora:.0e}{', and its experts' * bool(experts)}"
-    return f"| `{name}` | {choice.packing} | {full:.0e} | {adapted} | {far:.0e} | {choice.why} |"
+    return f"| `{name}` | {choice.packing} | {full:.0e} | {adapted} | {far:.0e} | {cells(_PAGE)[name]} | {choice.why} |"
 
 
 def _page(rows: Sequence[str]) -> str:
@@ -195,7 +194,14 @@ def _page(rows: Sequence[str]) -> str:
         with pytest.raises(ConfigError) as raised:
             packing.chosen(config_of(name))
         refused.append(f"- `{name}`: {raised.value}")
-    return _HEAD.format(count=len(rows)) + "\n".join(rows) + "\n\n## Refused\n\n" + "\n".join(refused) + "\n"
+    return (
+        _HEAD.format(count=len(rows))
+        + "\n".join(rows)
+        + "\n\n## Refused\n\n"
+        + "\n".join(refused)
+        + "\n\n"
+        + "".join(_PAGE.partition("## vLLM\n")[1:])
+    )
 
 
 def _wordy(page: str) -> str:
@@ -203,6 +209,7 @@ def _wordy(page: str) -> str:
     return re.sub(r"\d(\.\d+)?(e-\d+)?(?=[ ,;])", "#", page)
 
 
+_PAGE = PAGE.read_text(encoding="utf-8")
 _HEAD = """# Models
 
 What a tiny random model of each family does, in float32, beside transformers' own forward of one sequence at a time.
@@ -213,7 +220,8 @@ a small random copy of it is computed as a tree, and *plain* where that is wrong
 {count} families are trained and sampled. *Full* and *LoRA*: relative distance of logits and gradient. *Embedded*:
 largest distance of a sampled token's logprob. LoRA's `all-linear` adapts no experts, which
 `trainable.target_parameters` names, and in a model of experts no other layers that are named as theirs.
+*[vLLM](#vllm)*: how it is published to on a CPU.
 
-| Model type | Packing | Full | LoRA | Embedded | Why |
-| --- | --- | --- | --- | --- | --- |
+| Model type | Packing | Full | LoRA | Embedded | vLLM | Why |
+| --- | --- | --- | --- | --- | --- | --- |
 """

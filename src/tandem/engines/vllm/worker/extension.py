@@ -96,8 +96,8 @@ class WorkerExtension:
             from vllm.config import set_current_vllm_config
 
             config = self.model_runner.vllm_config
-            weights, stored = tensors_of(config.model_config.model, config.model_config.dtype)
-            with set_current_vllm_config(config):
+            with set_current_vllm_config(config):  # vLLM's Transformers backend has classes of transformers ask for it
+                weights, stored = tensors_of(config.model_config.model, config.model_config.dtype)
                 self._tandem_recorded = recorded(self.tandem_model, weights, stored, world=self.tandem_world)
         return self._tandem_recorded.places(self.tandem_model)
 
