@@ -301,7 +301,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     for r in records:
         if r.get("seconds"):
             parts = [f"{1000 * r['parts'].get(part, 0.0):.0f}" for part in ORDER]
-            rest = [number(r.get(key), 1) for key in ("mfu_percent", "all_tensors_gb", "card_gb")]
+            rest = [number(r.get(key), 1) for key in ("mfu_percent", "tensors_gb", "card_gb")]
             rows.append([f"{r['half']} {r['setting']}", f"{1000 * r['seconds']:.0f}", *parts, *rest])
     failed = [f"FAILED {r['half']} {r['setting']}: {r['error']}" for r in records if r.get("error")]
     return "\n".join([aligned(rows) if rows[1:] else "nothing was measured", *failed])

@@ -14,9 +14,8 @@ a name and what it changes: dotted overrides of Tandem's recipe, or the settings
 runs in a process of its own, for --limit seconds at most; Tandem's settings share one engine, unless --own-engine.
 
 A step is measured from its beginning to the next one's; medians, without the first two. Useful tokens are those of
-prompts and answers, a shared prompt's once for each answer. "tensors" is the peak of torch's allocations: TRL's one
-process, and for Tandem the trainer's own plus the engine's, which holds the weights of both. "card" is
-the peak of what all processes had taken of the card, looked at ten times a second, less what it was before.
+prompts and answers, a shared prompt's once for each answer. "tensors" is the peak of torch's allocations in the
+trainer's process, which for TRL has the engine in it, and for Tandem neither engine nor weights. "card" is the peak of what all processes had taken of the card, looked at ten times a second, less what it was before.
 Each result is a line of --out as soon as it is there. Exits 1 if a setting failed.
 """
 
@@ -86,12 +85,10 @@ class Bench:
             return
         self.model = made_apart(self.args.shape, self.args.folder)
 
-    def setting(
-        self, half: str, text: str, command: list[str], *, url: str | None = None, limit: float | None = None
-    ) -> bool:
+    def setting(self, half: str, text: str, command: list[str], *, limit: float | None = None) -> bool:
         """Run one, and note what it found; a run that was cut leaves the steps that it made. Whether it went well.
 
-        ``url`` is the engine's, which tells what it did for it; ``limit``, in seconds, stands for --limit.
+        ``limit``, in seconds, stands for --limit.
         """
         name = text.split()[0]
         limit = min(self.args.limit if limit is None else limit, self.left())
@@ -101,7 +98,6 @@ class Bench:
         begin = time.monotonic()
         with ended(command, environment(), log) as process:
             code, stopped = awaited(process, limit)
-        engine_gb = tensors_of(url) if half == "tandem" else None
         if half == "tandem":
             print("".join(f"   {line[:200]}\n" for line in lines_of(log) if "WARNING" in line), end="", flush=True)
         shape = self.args.model.name if self.args.model else self.args.shape
@@ -112,9 +108,6 @@ class Bench:
             print("\n".join(f"   {line[:200]}" for line in lines_of(log)[-TAIL:]), flush=True)
         if self.card.peak is not None:
             record["card_gb"] = round(self.card.peak - self.before, 2)
-        tensors = record.get("tensors_gb")
-        if tensors is not None and (half == "trl" or engine_gb is not None):
-            record |= {"engine_gb": engine_gb, "all_tensors_gb": round(tensors + (engine_gb or 0.0), 2)}
         record["wall"] = round(time.monotonic() - begin, 1)
         append(self.args.out, **record)
         if "mismatch" in record:
@@ -150,7 +143,7 @@ def tandem(bench: Bench) -> None:
             command = [sys.executable, str(HERE / "_versus_tandem.py"), str(bench.model), str(lines)]
             command += ["--url", url] if url else ["--engine", json.dumps(engine)]
             command += [*work_options(bench.work), *bench.args.override, *overrides]
-            bench.setting("tandem", text, command, url=url)
+            bench.setting("tandem", text, command)
 
 
 def left_out(bench: Bench, half: str, text: str) -> None:
@@ -194,16 +187,6 @@ def _answers(url: str) -> bool:
             return bool(response.status == 200)
     except OSError:
         return False
-
-
-def tensors_of(url: str | None) -> float | None:
-    """GB that torch has held at most in the engine's worker; None without an address, or where it does not answer."""
-    with contextlib.suppress(OSError):
-        if url is not None:
-            with urllib.request.urlopen(f"{url}/bridge/info", timeout=10) as response:
-                (worker,) = json.load(response)["workers"]
-            return round(float(worker["peak_bytes"]) / 1e9, 2)
-    return None
 
 
 HALVES = {"tandem": tandem, "trl": trl}
