@@ -15,7 +15,8 @@ runs in a process of its own, for --limit seconds at most; Tandem's settings sha
 
 A step is measured from its beginning to the next one's; medians, without the first two. Useful tokens are those of
 prompts and answers, a shared prompt's once for each answer. "tensors" is the peak of torch's allocations in the
-trainer's process, which for TRL has the engine in it, and for Tandem neither engine nor weights. "card" is the peak of what all processes had taken of the card, looked at ten times a second, less what it was before.
+trainer's process, which for TRL has the engine in it, and for Tandem neither engine nor weights. "card" is the peak
+of what all processes had taken of the card, looked at ten times a second, less what it was before.
 Each result is a line of --out as soon as it is there. Exits 1 if a setting failed.
 """
 

@@ -37,6 +37,7 @@ def test_a_hub_that_is_there(endpoint: HTTPServer) -> None:
 
 
 def test_a_hub_that_refuses(endpoint: HTTPServer) -> None:
+    endpoint.shutdown()  # else it may take the connection and reset it
     endpoint.server_close()
     assert (
         hub.away()
