@@ -78,6 +78,20 @@ def test_a_planted_fault_is_found(name: str) -> None:
     assert lines(GRADERS[name])
 
 
+def test_the_first_reward_says_whether_a_wrong_answer_pays() -> None:
+    class Two(InProcess):
+        async def grade(self, rollouts: list[Rollout]) -> list[Rollout]:
+            right = [self.grader(each.text, each.task.answer) for each in rollouts]
+            brief = [0.2 * (len(each.text.split()) == 4) for each in rollouts]
+            return [
+                replace(each, rewards={"right": a, "brief": b}, reward=a + b)
+                for each, a, b in zip(rollouts, right, brief, strict=True)
+            ]
+
+    found = asyncio.run(attacks.attack(Sums(), Two(GRADERS["holds it"]), 8))  # type: ignore[arg-type]
+    assert any(line.startswith("false pass: all answers at once (8 of 8 tasks; ") for line in found)
+
+
 def test_a_sound_grader_has_none() -> None:
     assert lines(lambda text, gold: float(text.strip() == f"The answer is {gold}")) == []
 

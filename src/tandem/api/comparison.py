@@ -48,13 +48,16 @@ class ComparedRuns:
         """A figure of matplotlib: a panel for each metric, by default reward and length, every run in it.
 
         Raises:
-            TandemError: no run has such a metric.
+            TandemError: no run has such a metric, or matplotlib is missing.
         """
         known = sorted({name for run in self.runs for row in run.metrics for name in row["metrics"]})
         for name in metrics:
             if name not in known:
                 raise TandemError(f"no step has a metric {name!r}{did_you_mean(name, known)}")
-        from matplotlib.figure import Figure
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise TandemError(f"curves need matplotlib ({error}): pip install matplotlib") from error
 
         names = metrics or _PLOTTED
         figure = Figure(figsize=(5 * len(names), 3.2), layout="constrained")

@@ -253,6 +253,8 @@ def train(
             raise TandemError("epochs and steps both say how long it trains; leave one of them out")
         options["steps"] = 1  # until its tasks are counted
     texts = override_texts(overrides)
+    if recipe is None:
+        options.setdefault("dtype", "auto")  # a first run is on the machine at hand
     loaded = Recipe.load(options, texts) if recipe is None else Recipe.load(recipe, [*override_texts(options), *texts])
     if epochs is not None:
         loaded = Recipe.load(loaded, {"steps": described.steps_of(epochs, loaded.config)})

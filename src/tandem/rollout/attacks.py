@@ -37,18 +37,26 @@ async def attack(env: Environment, graders: Graders, tasks: int) -> list[str]:
         right = {f"gold, {name}": text for name, text in _right(gold)}
         replies = {"": gold} | wrong | right
         graded = await graders.grade([gold_rollout(task, text, number=n) for n, text in enumerate(replies.values())])
-        full = graded[0].reward
+        best = graded[0]
         for (name, text), rollout in zip(replies.items(), graded, strict=True):
-            if name and full is not None and (fault := _fault(rollout, full, must_pay=name in right)):
+            if name and best.reward is not None and (fault := _fault(rollout, best, must_pay=name in right)):
                 shown = f"{text[:_SHOWN]!r}{' …' * (len(text) > _SHOWN)}"
-                line = f"task {task.id}, {_earned(rollout)} of {full:g}: {shown}"
+                line = f"task {task.id}, {_earned(rollout)} of {best.reward:g}: {shown}"
                 kinds.setdefault(f"{fault}: {name}", []).append(line)
     return [f"{kind} ({len(some)} of {len(golds)} tasks; {some[0]})" for kind, some in kinds.items()]
 
 
-def _fault(rollout: Rollout, full: float, *, must_pay: bool) -> str:
-    pays = rollout.reward is not None and rollout.reward >= full - 1e-9
+def _fault(rollout: Rollout, best: Rollout, *, must_pay: bool) -> str:
+    """What is wrong with the rewards of an answer, beside the gold one's; the first reward says what is right."""
+    pays = _paid(rollout.reward, best.reward)
+    if not must_pay:
+        first = next(iter(best.rewards), "")
+        pays = pays or (best.rewards.get(first, 0.0) > 0 and _paid(rollout.rewards.get(first), best.rewards[first]))
     return "" if pays == must_pay else "false fail" if must_pay else "false pass"
+
+
+def _paid(reward: float | None, full: float | None) -> bool:
+    return reward is not None and full is not None and reward >= full - 1e-9
 
 
 def _earned(rollout: Rollout) -> str:
