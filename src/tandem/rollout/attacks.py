@@ -48,15 +48,11 @@ async def attack(env: Environment, graders: Graders, tasks: int) -> list[str]:
 
 def _fault(rollout: Rollout, best: Rollout, *, must_pay: bool) -> str:
     """What is wrong with the rewards of an answer, beside the gold one's; the first reward says what is right."""
-    pays = _paid(rollout.reward, best.reward)
+    pairs = [(rollout.reward, best.reward or 0.0)]
     if not must_pay:
-        first = next(iter(best.rewards), "")
-        pays = pays or (best.rewards.get(first, 0.0) > 0 and _paid(rollout.rewards.get(first), best.rewards[first]))
+        pairs += [(rollout.rewards.get(name), gold) for name, gold in [*best.rewards.items()][:1] if gold > 0]
+    pays = any(reward is not None and reward >= gold - 1e-9 for reward, gold in pairs)
     return "" if pays == must_pay else "false fail" if must_pay else "false pass"
-
-
-def _paid(reward: float | None, full: float | None) -> bool:
-    return reward is not None and full is not None and reward >= full - 1e-9
 
 
 def _earned(rollout: Rollout) -> str:
