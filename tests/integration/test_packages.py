@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -175,6 +177,18 @@ def test_an_mcp_server_that_fails_costs_a_call_or_its_rollout(
     (rollout,) = played(env, tools, [*call(tools), END], [64, END], size=1).rollouts
     assert message in (rollout.error or rollout.messages[2].content)
     assert rollout.metrics.get("tool_errors") == (1.0 if broken == "dies" else None)
+    del env
+    gc.collect()
+    until(lambda: not running(f"broken_server.py\0{broken}"), "the end of the tools' server", 10)
+
+
+def running(command: str) -> bool:
+    """Whether a process has this in its command line."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(file.read_text(errors="replace"))
+    return any(command in line for line in lines)
 
 
 def test_what_cannot_be_played_is_said_before_anything_is(python: str) -> None:

@@ -127,10 +127,10 @@ def way(of: dict[str, Any]) -> str:
 
 def why(of: dict[str, Any]) -> str:
     """The page's words for it: of one parameter for all that are alike, and without what a reader cannot look up."""
-    said = re.sub(r"ValidationError: .*\n +Value error, ", "", of.get("fails") or of.get("refused", ""))
-    said = re.sub(r" \(torch\.\w+, \([\d, ]*\)\)|; use sync: restart for this model| \(\w+Error\(.*", "", said)
-    said = re.sub(r"'[\w.]*?(\w+(?:\.\w+)?)'", r"`\1`", re.sub(r"Layer \d+", "a layer", said))
-    return re.split(r"\n|\. ", said)[0]
+    reason = re.sub(r"ValidationError: .*\n +Value error, ", "", of.get("fails") or of.get("refused", ""))
+    reason = re.sub(r" \(torch\.\w+, \([\d, ]*\)\)|; use sync: restart for this model| \(\w+Error\(.*", "", reason)
+    reason = re.sub(r"'[\w.]*?(\w+(?:\.\w+)?)'", r"`\1`", re.sub(r"Layer \d+", "a layer", reason))
+    return re.split(r"\n|\. ", reason)[0]
 
 
 @pytest.mark.parametrize("names", [("phi3", "olmo2", "qwen3_moe")], ids="-".join)
@@ -145,19 +145,19 @@ def test_vllm_is_published_to_as_the_page_says(names: tuple[str, ...], tmp_path:
 def test_the_page_says_how_vllm_is_published_to(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """``--golden`` writes the column and its section anew."""
     page = PAGE.read_text(encoding="utf-8")
-    found = seen(cells(page), tmp_path)
-    assert all(of.get("published", 0.0) < EXACT for of in found.values())
+    measured = seen(cells(page), tmp_path)
+    assert all(of.get("published", 0.0) < EXACT for of in measured.values())
     if request.config.getoption("--golden"):
-        PAGE.write_text(_with_vllm(page, found), encoding="utf-8")
-    assert PAGE.read_text(encoding="utf-8") == _with_vllm(page, found)
+        PAGE.write_text(_with_vllm(page, measured), encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == _with_vllm(page, measured)
 
 
-def _with_vllm(page: str, found: dict[str, dict[str, Any]]) -> str:
+def _with_vllm(page: str, measured: dict[str, dict[str, Any]]) -> str:
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, of in found.items():
+    for name, of in measured.items():
         page = re.sub(rf"(\| `{name}` (?:\|[^|]*){{4}}\| )[\w-]+ ", rf"\g<1>{way(of)} ", page)
         if way(of) != "shared":
             alike[way(of).replace("-", "not run"), why(of)].append(f"`{name}`")
-    lines = [f"- {kind}, {', '.join(names)}: {said}" for (kind, said), names in sorted(alike.items())]
+    lines = [f"- {kind}, {', '.join(names)}: {reason}" for (kind, reason), names in sorted(alike.items())]
     head, mark, section = page.partition("## vLLM\n")
     return head + mark + section.partition("\n- ")[0] + "\n" + "\n".join(lines) + "\n"

@@ -87,8 +87,8 @@ def _seen(folder: Path, dtype: str) -> dict[str, Any]:
     prompt, *expected = json.loads((folder / "expected.json").read_text())
 
     def far(logprobs: list[float]) -> float:
-        asked = SamplingParams(prompt_logprobs=0, max_tokens=2, detokenize=False)
-        (answer,) = llm.generate({"prompt_token_ids": prompt}, asked, use_tqdm=False)
+        sampling = SamplingParams(prompt_logprobs=0, max_tokens=2, detokenize=False)
+        (answer,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
         theirs = [place[token].logprob for place, token in zip(answer.prompt_logprobs[1:], prompt[1:], strict=True)]
         return max(abs(a - b) for a, b in zip(theirs, logprobs, strict=True))
 

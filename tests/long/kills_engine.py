@@ -108,6 +108,7 @@ class Client:
         )
         self._model = model
         self._worker = resolve_name(options.worker_extension_cls)()
+        self._worker.rank = 0
         self._worker.model_runner = SimpleNamespace(model=model, vllm_config=self.vllm_config, kv_caches=[])
         self._worker._tandem_recorded = places_of(model)
         self._requests: list[Request] = []

@@ -88,8 +88,8 @@ def test_the_first_reward_says_whether_a_wrong_answer_pays() -> None:
                 for each, a, b in zip(rollouts, right, brief, strict=True)
             ]
 
-    found = asyncio.run(attacks.attack(Sums(), Two(GRADERS["holds it"]), 8))  # type: ignore[arg-type]
-    assert any(line.startswith("false pass: all answers at once (8 of 8 tasks; ") for line in found)
+    report = asyncio.run(attacks.attack(Sums(), Two(GRADERS["holds it"]), 8))  # type: ignore[arg-type]
+    assert any(line.startswith("false pass: all answers at once (8 of 8 tasks; ") for line in report)
 
 
 def test_a_sound_grader_has_none() -> None:

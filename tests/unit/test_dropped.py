@@ -87,8 +87,8 @@ def test_a_later_step_tells_of_more_or_of_another_kind(tmp_path: Path) -> None:
             for index in range(count):
                 groups("zero_variance", make(index))
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    told = [(event["step"], event["dropped"]) for event in events if event["event"] == "groups_dropped"]
-    assert told[3:] == [(4, 1), (4, 4), (5, 4), (6, 20)]
+    pairs = [(event["step"], event["dropped"]) for event in events if event["event"] == "groups_dropped"]
+    assert pairs[3:] == [(4, 1), (4, 4), (5, 4), (6, 20)]
 
 
 def test_the_console_shows_an_answer_its_reward_and_what_to_change(

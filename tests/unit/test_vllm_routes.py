@@ -686,6 +686,8 @@ def test_adapters_are_loaded_used_and_unloaded_by_name(tmp_path: Path, monkeypat
         assert response["versions"] == [[[-1, 1]]], "two was never stamped"
         assert [request.adapter.lora_name for request in c.vllm.seen] == ["one", "two"]
         flying = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 2}))
+        while len(c.vllm.seen) < 3:
+            await asyncio.sleep(0)
         await c.vllm.step()
         kept = await c.begin("/lora/unload", {"unless_used": True})
         assert kept.json["unloaded"] == ["two"]

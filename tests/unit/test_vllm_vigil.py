@@ -338,7 +338,7 @@ def test_where_one_cannot_start_the_others_are_ended_and_none_is_started_again(t
 def test_one_left_behind_that_takes_calls_and_answers_none_is_ended_and_another_started(tmp_path: Path) -> None:
     port = free_port()
     mute = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"
-    left = EngineProcess.start([sys.executable, "-c", mute], os.environ, tmp_path / "left.log", grace=5.0)
+    left = EngineProcess.start([sys.executable, "-c", mute], os.environ, tmp_path / "left.log")
     left.record(f"http://127.0.0.1:{port}", "").write(tmp_path / "engine-0.json")
     starts = tmp_path / "starts"
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+from tandem import processes
 from tandem.errors import EnvError
 from tandem.observability import waits
 from tandem.types import Json
@@ -178,6 +179,9 @@ def _has_modules_of_the_user(folder: str) -> bool:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End it and all that it started, such as servers of tools in sessions of their own."""
+    if (leader := processes.identity(process.pid)) is not None:
+        processes.kill(processes.family(leader))
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

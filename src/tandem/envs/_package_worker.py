@@ -7,7 +7,9 @@ it is asked for are the methods of what the reader's ``load`` returns.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import glob
 import json
 import os
 import runpy
@@ -70,7 +72,19 @@ def _read(requests: Any, loop: asyncio.AbstractEventLoop, server: Server) -> Non
     """Pass requests on; when the trainer is gone, end this process and all that it started."""
     for line in requests:
         loop.call_soon_threadsafe(server.request, line)
+    for child in _descendants(os.getpid()):  # some, such as servers of tools, have a session of their own
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
     os.killpg(0, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    parents = {}
+    for file in glob.glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError), open(file) as stat:
+            parents[int(file.split("/")[2])] = int(stat.read().rpartition(")")[2].split()[1])
+    children = [child for child, parent in parents.items() if parent == pid]
+    return [*children, *(each for child in children for each in _descendants(child))]
 
 
 async def main() -> None:

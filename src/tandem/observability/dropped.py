@@ -44,7 +44,7 @@ class DroppedGroups:
     _step: int = -1
     _any: bool = False
     _why: Counter[str] = field(default_factory=Counter)
-    _said: Counter[str] = field(default_factory=Counter)
+    _most: Counter[str] = field(default_factory=Counter)
     """By their commonest kind, the most that were told."""
     _last: deque[tuple[str, Group]] = field(default_factory=lambda: deque(maxlen=LOOKED_AT))
 
@@ -64,8 +64,8 @@ class DroppedGroups:
         if count <= KEPT and group.rollouts:
             self.telemetry.dropped(_record(step, reason, reason_text, group))
         commonest = self._why.most_common(1)[0][0]
-        if group.rollouts and (not self._any or (self._due(count) and count > self._said[commonest])):
-            self._said[commonest] = count
+        if group.rollouts and (not self._any or (self._due(count) and count > self._most[commonest])):
+            self._most[commonest] = count
             self._say(step, count, group)
 
     def _due(self, count: int) -> bool:
