@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -90,6 +92,31 @@ def test_a_folder_is_locked_for_one_trainer_until_it_lets_go(tmp_path: Path) -> 
     with closing(RunLock()) as third:
         third.take(tmp_path)
         third.check()
+
+
+LEAVES_A_CHILD = """
+import os, pathlib, signal, sys, time
+from tandem.trainer.run_lock import RunLock
+RunLock().take(pathlib.Path(sys.argv[1]))
+child = os.fork()
+if child == 0:
+    os.close(1)
+    time.sleep(60)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_trainer_had_forked_keeps_no_lock(tmp_path: Path) -> None:
+    """An environment's workers may outlive it."""
+    ended = subprocess.run([sys.executable, "-c", LEAVES_A_CHILD, str(tmp_path)], stdout=subprocess.PIPE, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    child = int(ended.stdout)
+    try:
+        with closing(RunLock()) as lock:
+            lock.take(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_run_that_is_ended_at_once_says_how_to_go_on(tmp_path: Path) -> None:

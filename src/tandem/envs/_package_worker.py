@@ -83,8 +83,10 @@ def _descendants(pid: int) -> list[int]:
     for file in glob.glob("/proc/[0-9]*/stat"):
         with contextlib.suppress(OSError), open(file) as stat:
             parents[int(file.split("/")[2])] = int(stat.read().rpartition(")")[2].split()[1])
-    children = [child for child, parent in parents.items() if parent == pid]
-    return [*children, *(each for child in children for each in _descendants(child))]
+    family = [pid]
+    for member in family:  # which grows meanwhile
+        family += [child for child, parent in parents.items() if parent == member]
+    return family[1:]
 
 
 async def main() -> None:

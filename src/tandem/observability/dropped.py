@@ -42,7 +42,6 @@ class DroppedGroups:
     max_tokens: int
     """Most tokens of an answer."""
     _step: int = -1
-    _any: bool = False
     _why: Counter[str] = field(default_factory=Counter)
     _most: Counter[str] = field(default_factory=Counter)
     """By their commonest kind, the most that were told."""
@@ -64,9 +63,9 @@ class DroppedGroups:
         if count <= KEPT and group.rollouts:
             self.telemetry.dropped(_record(step, reason, reason_text, group))
         commonest = self._why.most_common(1)[0][0]
-        if group.rollouts and (not self._any or (self._due(count) and count > self._most[commonest])):
-            self._most[commonest] = count
+        if group.rollouts and (not self._most or (self._due(count) and count > self._most[commonest])):
             self._say(step, count, group)
+            self._most[commonest] = count
 
     def _due(self, count: int) -> bool:
         """Whether so many, dropped for one step, are worth another word."""
@@ -79,9 +78,8 @@ class DroppedGroups:
         fields: dict[str, Json] = {"step": step, "dropped": count, "why": dict(self._why), "warning": warns}
         if warns:
             fields |= {"example": shown(_example(group)), "change": change(self._last, self.max_tokens)}
-        elif not self._any:
+        elif not self._most:
             fields["example"] = shown(_example(group))
-        self._any = True
         log.info("step %d: %d groups dropped so far: %s", step, count, dict(self._why))
         self.telemetry.event("groups_dropped", **fields)
 

@@ -12,6 +12,18 @@ from tandem.errors import ConfigError, TandemError, command
 
 log = logging.getLogger(__name__)
 
+_descriptors: set[int] = set()
+"""Descriptors of this process's locks. A forked child inherits them, and must not keep a dead trainer's lock."""
+
+
+def _close_inherited() -> None:
+    """In a forked child: a lock is over when every copy of its descriptor is closed."""
+    while _descriptors:
+        os.close(_descriptors.pop())
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
 
 def lock_file(folder: Path) -> Path:
     """Lock file of a run folder; it holds the pid of its present or last owner."""
@@ -52,6 +64,7 @@ class RunLock:
             raise ConfigError(f"{other} is at work in {folder}; {seen}, or start a run with another name=") from None
         except OSError as error:  # a file system without locks
             log.warning("%s cannot be locked (%s): see to it yourself that no other trainer uses it", folder, error)
+        _descriptors.add(handle)
         os.ftruncate(handle, 0)
         os.write(handle, f"pid {os.getpid()} on {platform.node()}\n".encode())
         self._folder, self._handle = folder, handle
@@ -74,5 +87,6 @@ class RunLock:
     def close(self) -> None:
         """Let the folder go."""
         if self._handle is not None:
+            _descriptors.discard(self._handle)
             os.close(self._handle)
             self._folder = self._handle = None
