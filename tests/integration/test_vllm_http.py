@@ -280,7 +280,7 @@ def test_the_trainer_has_the_logprobs_of_penalised_answers(served: Served, sampl
             mine, plain = step.logprobs(micro), step.logprobs(replace(micro, history=None))
     recorded = micro.batch.behavior_logprobs_N
     assert near(mine.tolist(), recorded.tolist())
-    assert (plain - recorded).abs().max() > GAP, "without penalties it has others"
+    assert (plain - recorded).abs().max() > (GAP if CUDA else 10 * GAP), "without penalties it has others"
 
 
 @pytest.mark.parametrize(
