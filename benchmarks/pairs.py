@@ -101,7 +101,7 @@ SETTINGS = {
     "apart-sharded": Setting((BROADCAST, "distributed.shard=weights"), apart=True),
     "apart-lora": Setting(("sync={kind: hotswap, tolerance: 1.0}", "trainable={kind: lora, rank: 32}"), apart=True),
     "apart-seven": Setting(
-        (BROADCAST, "distributed.shard=weights"),
+        (BROADCAST, "distributed.shard=weights", "optimizer.kind=adamw8bit"),
         ("micro_batch_tokens=4608", "checkpointing=full"),
         larger=True,
         apart=True,
@@ -145,7 +145,8 @@ class Pairs(Bench):
         lines = self.logs / f"tandem-{name}.jsonl"
         command = [sys.executable, str(HERE / "_versus_tandem.py"), str(model), str(lines)]
         command += ["--engine", json.dumps(engine), *self._work(cards=ranks if setting.share else 1)]
-        command += [*(() if self.args.tries else setting.on_gpu), *setting.options, *self.args.override]
+        options = [option for option in setting.options if ranks > 1 or not option.startswith("distributed.")]
+        command += [*(() if self.args.tries else setting.on_gpu), *options, *self.args.override]
         self.setting("tandem", name, [*command, f"ranks={ranks}"])
 
     def _trl(self, name: str, cards: int = 0, *chosen: str) -> None:
