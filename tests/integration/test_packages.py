@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from integration.atropos_peers import packages_python, until
-from integration.test_verifiers import call, group, with_tools
+from integration.test_verifiers import call, group, served, with_tools
 from support.fake_engine import END
 
 import tandem
@@ -21,7 +19,6 @@ from tandem.envs import _package
 from tandem.envs.mcp import Mcp
 from tandem.envs.openenv import OpenEnv
 from tandem.errors import ConfigError, EnvError
-from tandem.ports import free_port
 from tandem.types import Group
 
 pytestmark = pytest.mark.slow  # each imports a package in a process of its own
@@ -36,11 +33,6 @@ def python(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(ROOT / "tests/support")
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     return str(packages_python())
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +105,8 @@ def played(env: Any, folder: Path, *answers: list[int], size: int = 2) -> Group:
 @pytest.fixture
 def over_http(python: str) -> Iterator[dict[str, Any]]:
     """The MCP server at a URL."""
-    port = free_port()
-    with subprocess.Popen([python, str(ROOT / "recipes/words_server.py"), str(port)]) as server:
-        until(lambda: listens(port), "the server", 120)
-        yield {"url": f"http://127.0.0.1:{port}/mcp"}
-        server.kill()
+    with served(python, str(ROOT / "recipes/words_server.py")) as url:
+        yield {"url": f"{url}/mcp"}
 
 
 @pytest.mark.parametrize("way", ["streams", "http"])

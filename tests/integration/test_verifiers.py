@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import socket
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import build_tiny_model
-from integration.atropos_peers import verifiers_python
+from integration.atropos_peers import until, verifiers_python
 from support.fake_engine import END
 from support.proxy_sessions import Scripted
 from transformers import AutoTokenizer
@@ -18,6 +23,7 @@ from tandem.envs import _package
 from tandem.envs.base import Environment
 from tandem.envs.verifiers import Verifiers
 from tandem.errors import EnvError
+from tandem.ports import free_port
 from tandem.rewards.environment import EnvironmentReward
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout.group_runner import GroupRunner
@@ -63,14 +69,58 @@ def call(folder: Path) -> list[int]:
     return AutoTokenizer.from_pretrained(folder).encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("id", ["tandem-reverse", "tandem-guess", "tandem-tool", "tandem-groups"])
-def test_an_environment_trains(id: str, python: str, tools: Path, tmp_path: Path, long: bool) -> None:
+def game(id: str, **taskset: Any) -> dict[str, Any]:
+    """A taskset of verifiers 0.4 whose game speaks to the policy turn by turn."""
+    player = {"harness": {"id": "tandem-chat"}, "runtime": {"type": "subprocess"}, "max_turns": 4}
+    return {"id": id, "python": str(verifiers_python("-04")), "args": {"player": player, "taskset": taskset}}
+
+
+@pytest.fixture
+def textarena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Hangman for one word: nltk's own ones are a download, and no package has them."""
+    (words := tmp_path / "nltk/corpora/words").mkdir(parents=True)
+    (words / "en-basic").write_text("cat\n")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))
+    return game("textarena", game="Hangman-v0")
+
+
+@contextlib.contextmanager
+def served(*command: str) -> Iterator[str]:
+    """URL of a server, which is given its port last."""
+    port = free_port()
+    with subprocess.Popen([*command, str(port)]) as server, socket.socket() as client:
+        until(lambda: client.connect_ex(("127.0.0.1", port)) == 0, "the server", 120)
+        yield f"http://127.0.0.1:{port}"
+        server.kill()
+
+
+@pytest.fixture
+def openenv() -> Iterator[dict[str, Any]]:
+    """A server of OpenEnv, with eight tasks."""
+    with served(str(verifiers_python("-04")), str(ROOT / "recipes/say_server.py")) as url:
+        yield game("openenv", base_url=url, resets=[{"seed": seed} for seed in range(8)])
+
+
+TURNS = {"tandem-reverse": 1.0, "tandem-guess": 3.0, "tandem-tool": 1.0, "tandem-groups": 1.0}
+"""How many turns an environment has, by its own metric."""
+GAMES = {"textarena": ["[c]", "[a]", "[t]"], "openenv": ["cat dog sun sea ice oak fox jam"] * 2}
+"""Those of verifiers 0.4, and what wins them."""
+
+
+@pytest.mark.parametrize("id", [*TURNS, *GAMES])
+def test_an_environment_trains(
+    id: str, python: str, tools: Path, tmp_path: Path, long: bool, request: pytest.FixtureRequest
+) -> None:
     env = {"id": id} if id != "tandem-groups" else {"id": "tandem-reverse", "args": {"together": True}}
+    if id in GAMES:
+        env = request.getfixturevalue(id)
     steps = 20 if long else 3
     recipe = {
         "model": str(tools),
         "steps": steps,
         "env": {"kind": "verifiers", "python": python, **env},
+        # A random model makes no valid move of a game.
+        **({"rewards": {"environment": 1.0, "support.vowels:share": 0.1}} if id == "textarena" else {}),
         "groups_per_step": 2,
         "group_size": 4,
         "sampling": {"max_tokens": 12},
@@ -82,7 +132,7 @@ def test_an_environment_trains(id: str, python: str, tools: Path, tmp_path: Path
     run = tandem.train(tandem.Recipe.load(recipe))
     assert run.status == "finished"
     assert [run.metrics[step]["env/verifiers/trained"] for step in range(steps)] == [2.0] * steps
-    assert run.metrics[steps - 1]["env/verifiers/rubric/num_turns"] == (3.0 if id == "tandem-guess" else 1.0)
+    assert run.metrics[steps - 1].get("env/verifiers/rubric/num_turns") == TURNS.get(id)
 
 
 def group(env: Environment, folder: Path, *answers: list[int], size: int = 2, reward: Any = None) -> Group:
@@ -132,6 +182,22 @@ def test_a_taskset_of_the_newer_line_is_played_by_its_own_harness(python: str, t
         assert rollout.metrics["state/turns"] == 2.0
         assert rollout.reward == 0.5 * rollout.metrics["rubric/length"]
     assert len(env.tasks("train")) + len(env.tasks("test")) == 10
+
+
+@pytest.mark.parametrize("id", GAMES)
+def test_a_game_of_the_newer_line_is_won_turn_by_turn(
+    id: str, python: str, tools: Path, request: pytest.FixtureRequest
+) -> None:
+    options = request.getfixturevalue(id)
+    encode = AutoTokenizer.from_pretrained(tools).encode
+    said = [[*encode(text, add_special_tokens=False), END] for text in GAMES[id]]
+    (rollout,) = group(Verifiers(**options), tools, *said, size=1).rollouts
+    assert [list(turn.completion.tokens) for turn in rollout.turns] == said
+    for turn, after in itertools.pairwise(rollout.turns):
+        whole = (*turn.prompt, *turn.completion.tokens)
+        assert after.prompt[: len(whole)] == whole
+    letters = len(GAMES["openenv"][0])
+    assert rollout.reward == (1.0 if id == "textarena" else pytest.approx(2 - 2 * letters / 1000))
 
 
 def test_splits_are_disjoint_with_evaluation_data_and_without(python: str) -> None:
