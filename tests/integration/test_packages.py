@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from integration.atropos_peers import packages_python, until
-from integration.test_verifiers import call, group, served, with_tools
+from integration.test_verifiers import call, group, served, trained, with_tools
 from support.fake_engine import END
 
-import tandem
 from tandem.agents import server
 from tandem.envs import _package
 from tandem.envs.mcp import Mcp
@@ -64,22 +63,11 @@ def test_a_package_trains_unchanged(name: str, python: str, tools: Path, tmp_pat
     env = {**ENVIRONMENTS[name], "python": python}
     if name == "cli_agent":
         env["agent"] = env["agent"].replace("PYTHON", env.pop("python"))
-    recipe = {
-        "model": str(tools),
-        "steps": steps,
-        "env": env,
-        "groups_per_step": 2,
-        "group_size": 2,
-        "sampling": {"max_tokens": 24},
-        "zero_variance_groups": "keep",  # a random model never makes a valid move of a game
-        "dtype": "float32",
-        "evaluate": {"tasks": 0},
-        "threads": 1,
-        "runs": str(tmp_path / "runs"),
-        **({"rewards": {"support.vowels:share": 1.0}} if name == "mcp" or name.endswith("agent") else {}),
-    }
-    run = tandem.train(tandem.Recipe.load(recipe))
-    assert run.status == "finished"
+    more: dict[str, Any] = {"group_size": 2, "evaluate": {"tasks": 0}, "sampling": {"max_tokens": 24}}
+    if name == "mcp" or name.endswith("agent"):
+        more["rewards"] = {"support.vowels:share": 1.0}
+    # A random model never makes a valid move of a game.
+    run = trained(tools, tmp_path, env=env, steps=steps, zero_variance_groups="keep", **more)
     last = run.metrics[steps - 1]
     assert last["rollouts/failed"] == 0.0
     kind = env["kind"]
