@@ -123,7 +123,7 @@ NEWER = {
     "textarena": (["[c]", "[a]", "[t]"], 1.0),
     "openenv": (["cat dog sun sea ice oak fox jam"] * 2, pytest.approx(2 - 2 * 31 / 1000)),
 }
-"""Tasksets of verifiers 0.4: what is said turn by turn, and its reward."""
+"""Tasksets of verifiers 0.4: the replies of its turns, and their reward."""
 
 
 @pytest.mark.parametrize("id", [*TURNS, *NEWER])
@@ -184,9 +184,9 @@ def test_a_taskset_of_the_newer_line_is_played_by_its_own_harness(
 ) -> None:
     texts, reward = NEWER[id]
     encode = AutoTokenizer.from_pretrained(tools).encode
-    said = [[*encode(text, add_special_tokens=False), END] for text in texts]
-    (rollout,) = group(Verifiers(**request.getfixturevalue(id)), tools, *said, size=1).rollouts
-    assert [list(turn.completion.tokens) for turn in rollout.turns] == said
+    replies = [[*encode(text, add_special_tokens=False), END] for text in texts]
+    (rollout,) = group(Verifiers(**request.getfixturevalue(id)), tools, *replies, size=1).rollouts
+    assert [list(turn.completion.tokens) for turn in rollout.turns] == replies
     for turn, after in itertools.pairwise(rollout.turns):
         whole = (*turn.prompt, *turn.completion.tokens)
         assert after.prompt[: len(whole)] == whole

@@ -31,9 +31,9 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
     NEEDS_CONTAINER = EXECUTES_CODE = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):  # type: ignore[no-untyped-def]
-        said = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
+        conversation = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
         system = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
-        messages = [message_to_wire(message) for message in (*system, *said)]
+        messages = [message_to_wire(message) for message in (*system, *conversation)]
         async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             await client.chat.completions.create(model=ctx.model, messages=messages)
         return ProgramResult(exit_code=0, stdout="", stderr="")
