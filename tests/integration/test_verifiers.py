@@ -94,6 +94,8 @@ def textarena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     (words := tmp_path / "nltk/corpora/words").mkdir(parents=True)
     (words / "en-basic").write_text("cat\n")
     monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))
+    # Through a proxy nltk downloads nothing, and waits for nothing.
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     return game("textarena", game="Hangman-v0")
 
 
