@@ -77,6 +77,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, from which modules may be imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
 def long(request: pytest.FixtureRequest) -> bool:
     """Whether ``--long`` was given."""
     return bool(request.config.getoption("--long"))

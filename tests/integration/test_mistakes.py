@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from support.full_disk import small_files
 
 from tandem.cli.app import main
 
@@ -181,17 +180,6 @@ def test_reward_that_fails_on_whatever_the_model_says(train: Train) -> None:
     assert code == 9
     assert "Traceback" not in stderr
     assert "IndexError" in stderr.splitlines()[-1]
-
-
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """No file can grow beyond this many bytes: what a full disk does to a writer, without a disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("place", [{"runs": "taken/runs"}, {"name": "a" * 300}])

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from integration.atropos_peers import packages_python, until
-from integration.test_verifiers import call, group, with_tools
+from integration.test_verifiers import call, group, served, trained, with_tools
 from support.fake_engine import END
 
-import tandem
 from tandem.agents import server
 from tandem.envs import _package
 from tandem.envs.mcp import Mcp
 from tandem.envs.openenv import OpenEnv
 from tandem.errors import ConfigError, EnvError
-from tandem.ports import free_port
 from tandem.types import Group
 
 pytestmark = pytest.mark.slow  # each imports a package in a process of its own
@@ -36,11 +32,6 @@ def python(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(ROOT / "tests/support")
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     return str(packages_python())
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -72,22 +63,11 @@ def test_a_package_trains_unchanged(name: str, python: str, tools: Path, tmp_pat
     env = {**ENVIRONMENTS[name], "python": python}
     if name == "cli_agent":
         env["agent"] = env["agent"].replace("PYTHON", env.pop("python"))
-    recipe = {
-        "model": str(tools),
-        "steps": steps,
-        "env": env,
-        "groups_per_step": 2,
-        "group_size": 2,
-        "sampling": {"max_tokens": 24},
-        "zero_variance_groups": "keep",  # a random model never makes a valid move of a game
-        "dtype": "float32",
-        "evaluate": {"tasks": 0},
-        "threads": 1,
-        "runs": str(tmp_path / "runs"),
-        **({"rewards": {"support.vowels:share": 1.0}} if name == "mcp" or name.endswith("agent") else {}),
-    }
-    run = tandem.train(tandem.Recipe.load(recipe))
-    assert run.status == "finished"
+    more: dict[str, Any] = {"group_size": 2, "evaluate": {"tasks": 0}, "sampling": {"max_tokens": 24}}
+    if name == "mcp" or name.endswith("agent"):
+        more["rewards"] = {"support.vowels:share": 1.0}
+    # A random model never makes a valid move of a game.
+    run = trained(tools, tmp_path, env=env, steps=steps, zero_variance_groups="keep", **more)
     last = run.metrics[steps - 1]
     assert last["rollouts/failed"] == 0.0
     kind = env["kind"]
@@ -113,11 +93,8 @@ def played(env: Any, folder: Path, *answers: list[int], size: int = 2) -> Group:
 @pytest.fixture
 def over_http(python: str) -> Iterator[dict[str, Any]]:
     """The MCP server at a URL."""
-    port = free_port()
-    with subprocess.Popen([python, str(ROOT / "recipes/words_server.py"), str(port)]) as server:
-        until(lambda: listens(port), "the server", 120)
-        yield {"url": f"http://127.0.0.1:{port}/mcp"}
-        server.kill()
+    with served(python, str(ROOT / "recipes/words_server.py")) as url:
+        yield {"url": f"{url}/mcp"}
 
 
 @pytest.mark.parametrize("way", ["streams", "http"])

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import socket
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import build_tiny_model
-from integration.atropos_peers import verifiers_python
+from integration.atropos_peers import until, verifiers_python
 from support.fake_engine import END
 from support.proxy_sessions import Scripted
 from transformers import AutoTokenizer
@@ -18,6 +23,7 @@ from tandem.envs import _package
 from tandem.envs.base import Environment
 from tandem.envs.verifiers import Verifiers
 from tandem.errors import EnvError
+from tandem.ports import free_port
 from tandem.rewards.environment import EnvironmentReward
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout.group_runner import GroupRunner
@@ -63,26 +69,80 @@ def call(folder: Path) -> list[int]:
     return AutoTokenizer.from_pretrained(folder).encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("id", ["tandem-reverse", "tandem-guess", "tandem-tool", "tandem-groups"])
-def test_an_environment_trains(id: str, python: str, tools: Path, tmp_path: Path, long: bool) -> None:
-    env = {"id": id} if id != "tandem-groups" else {"id": "tandem-reverse", "args": {"together": True}}
-    steps = 20 if long else 3
-    recipe = {
-        "model": str(tools),
-        "steps": steps,
-        "env": {"kind": "verifiers", "python": python, **env},
-        "groups_per_step": 2,
-        "group_size": 4,
-        "sampling": {"max_tokens": 12},
-        "dtype": "float32",
-        "evaluate": {"tasks": 2, "samples": 2, "every": steps},
-        "threads": 1,
-        "runs": str(tmp_path / "runs"),
-    }
-    run = tandem.train(tandem.Recipe.load(recipe))
+def trained(model: Path, folder: Path, **options: Any) -> tandem.Run:
+    """A run of two groups a step, to its end."""
+    fixed = {"model": str(model), "runs": str(folder / "runs"), "dtype": "float32", "threads": 1}
+    run = tandem.train(tandem.Recipe.load({**fixed, "groups_per_step": 2, **options}))
     assert run.status == "finished"
+    return run
+
+
+def game(id: str, role: str = "player", **taskset: Any) -> dict[str, Any]:
+    """A taskset of verifiers 0.4 and its agent."""
+    agent = {"harness": {"id": "tandem-task"}, "runtime": {"type": "subprocess"}, "max_turns": 4}
+    return {"id": id, "python": str(verifiers_python("-04")), "args": {role: agent, "taskset": taskset}}
+
+
+@pytest.fixture(name="tandem-task")
+def words() -> dict[str, Any]:
+    return game("tandem-task", "agent")
+
+
+@pytest.fixture
+def textarena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Hangman for one word: nltk's own ones are a download, and no package has them."""
+    (words := tmp_path / "nltk/corpora/words").mkdir(parents=True)
+    (words / "en-basic").write_text("cat\n")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))
+    # Through a proxy nltk downloads nothing, and waits for nothing.
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    return game("textarena", game="Hangman-v0")
+
+
+@contextlib.contextmanager
+def served(*command: str) -> Iterator[str]:
+    """URL of a server, which is given its port last."""
+    port = free_port()
+    with subprocess.Popen([*command, str(port)]) as server, socket.socket() as client:
+        try:
+            until(lambda: client.connect_ex(("127.0.0.1", port)) == 0, "the server", 120)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.kill()
+
+
+@pytest.fixture
+def openenv() -> Iterator[dict[str, Any]]:
+    """A server of OpenEnv, with eight tasks."""
+    with served(str(verifiers_python("-04")), str(ROOT / "recipes/say_server.py")) as url:
+        yield game("openenv", base_url=url, resets=[{"seed": seed} for seed in range(8)])
+
+
+TURNS = {"tandem-reverse": 1.0, "tandem-guess": 3.0, "tandem-tool": 1.0, "tandem-groups": 1.0}
+"""How many turns an environment has, by its own metric."""
+NEWER = {
+    "tandem-task": (["ab"], 1.0),
+    "textarena": (["[c]", "[a]", "[t]"], 1.0),
+    "openenv": (["cat dog sun sea ice oak fox jam"] * 2, pytest.approx(2 - 2 * 31 / 1000)),
+}
+"""Tasksets of verifiers 0.4: the replies of its turns, and their reward."""
+
+
+@pytest.mark.parametrize("id", [*TURNS, *NEWER])
+def test_an_environment_trains(
+    id: str, python: str, tools: Path, tmp_path: Path, long: bool, request: pytest.FixtureRequest
+) -> None:
+    env = {"id": id} if id != "tandem-groups" else {"id": "tandem-reverse", "args": {"together": True}}
+    if id in NEWER:
+        env = request.getfixturevalue(id)
+    more: dict[str, Any] = {"group_size": 4, "evaluate": {"tasks": 2, "samples": 2, "every": 20}}
+    if id == "textarena":  # a random model makes no valid move of a game
+        more["rewards"] = {"environment": 1.0, "support.vowels:share": 0.1}
+    steps = 20 if long else 3
+    env = {"kind": "verifiers", "python": python, **env}
+    run = trained(tools, tmp_path, env=env, steps=steps, sampling={"max_tokens": 12}, **more)
     assert [run.metrics[step]["env/verifiers/trained"] for step in range(steps)] == [2.0] * steps
-    assert run.metrics[steps - 1]["env/verifiers/rubric/num_turns"] == (3.0 if id == "tandem-guess" else 1.0)
+    assert run.metrics[steps - 1].get("env/verifiers/rubric/num_turns") == TURNS.get(id)
 
 
 def group(env: Environment, folder: Path, *answers: list[int], size: int = 2, reward: Any = None) -> Group:
@@ -120,18 +180,20 @@ def test_a_rubric_with_its_weights_scores_siblings_together(python: str, tiny_mo
     assert long.reward == pytest.approx(2.0 * long.metrics["rubric/share_of_vowels"] + 0.25 * 3 + 10.0 * 1)
 
 
-def test_a_taskset_of_the_newer_line_is_played_by_its_own_harness(python: str, tiny_model: Path) -> None:
-    host = {"agent": {"runtime": {"type": "subprocess"}}}
-    env = Verifiers(id="tandem-task", args=host, python=str(verifiers_python("-04")))
-    rollouts = group(env, tiny_model, [64, END], [64, 65, END]).rollouts
-    assert [len(rollout.turns) for rollout in rollouts] == [2, 2]
-    for rollout in rollouts:
-        first, second = rollout.turns
-        whole = (*first.prompt, *first.completion.tokens)
-        assert second.prompt[: len(whole)] == whole
-        assert rollout.metrics["state/turns"] == 2.0
-        assert rollout.reward == 0.5 * rollout.metrics["rubric/length"]
-    assert len(env.tasks("train")) + len(env.tasks("test")) == 10
+@pytest.mark.parametrize("id", NEWER)
+def test_a_taskset_of_the_newer_line_is_played_by_its_own_harness(
+    id: str, python: str, tools: Path, request: pytest.FixtureRequest
+) -> None:
+    texts, reward = NEWER[id]
+    encode = AutoTokenizer.from_pretrained(tools).encode
+    replies = [[*encode(text, add_special_tokens=False), END] for text in texts]
+    (rollout,) = group(Verifiers(**request.getfixturevalue(id)), tools, *replies, size=1).rollouts
+    assert [list(turn.completion.tokens) for turn in rollout.turns] == replies
+    for turn, after in itertools.pairwise(rollout.turns):
+        whole = (*turn.prompt, *turn.completion.tokens)
+        assert after.prompt[: len(whole)] == whole
+    assert rollout.reward == reward
+    assert rollout.metrics.get("state/turns") == (1.0 if id == "tandem-task" else None)
 
 
 def test_splits_are_disjoint_with_evaluation_data_and_without(python: str) -> None:

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from typing import Any, Self
+from collections.abc import Coroutine
+from typing import Any, Self, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from tandem.http import RetryPolicy
 
+T = TypeVar("T")
+
 
 def quick(**options: Any) -> RetryPolicy:
     """Waits that a test does not notice."""
     return RetryPolicy(first_seconds=0.01, max_seconds=0.02, **options)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Do it, in 30 seconds."""
+
+    async def limited() -> T:
+        async with asyncio.timeout(30):
+            return await work
+
+    return asyncio.run(limited())
 
 
 class FakeBroker:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-from support.fake_broker import FakeBroker, quick, until
+from support.fake_broker import FakeBroker, quick, run, until
 from support.rollouts import make_group, make_rollout
 
 from tandem.errors import BrokerError
@@ -17,20 +16,11 @@ from tandem.types import Group
 from tandem_broker.client import Connection, EnvClient, RequestRefused, TrainerClient
 from tandem_broker.protocol.messages import EnvRegistration, RunParameters
 
-T = TypeVar("T")
 SPEC = EnvRegistration(max_token_length=512, desired_name="made", weight=1.0, group_size=2)
 RUN = RunParameters(
     wandb_group="", wandb_project="", batch_size=8, max_token_len=512, checkpoint_dir="", save_checkpoint_interval=1,
     starting_step=0, num_steps=10,
 )  # fmt: skip
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    async def limited() -> T:
-        async with asyncio.timeout(30):
-            return await work
-
-    return asyncio.run(limited())
 
 
 def connection(broker: FakeBroker, **options: Any) -> Connection:

@@ -7,18 +7,17 @@ import dataclasses
 import errno
 import json
 import os
-import resource
 import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.full_disk import small_files
 
 from tandem.algorithms.references.average import Average
 from tandem.algorithms.references.base import ReferenceWeights
@@ -320,17 +319,6 @@ def test_where_nothing_is_saved_nothing_is_written(policy: Policy, tmp_path: Pat
 
 
 # Failures while writing
-
-
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """No file can grow beyond this many bytes: what a full disk does to a writer, without a disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def old_one_is_untouched(saver: Saver, before: dict[str, bytes], error: CheckpointError) -> None:

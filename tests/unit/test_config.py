@@ -23,14 +23,6 @@ from tandem.types import Json
 MINIMAL = "model: m\nsteps: 3\nenv: arithmetic\n"
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, from which modules may be imported."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
-
-
 def read(text: str, *overrides: str) -> RunConfig:
     Path("recipe.yaml").write_text(text)
     return load(Path("recipe.yaml"), list(overrides)).config

@@ -18,14 +18,6 @@ def write(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, from which modules may be imported."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
-
-
 def test_names_are_the_files_of_a_category_that_are_parts() -> None:
     names = resolve.names("loggers")
     assert names == sorted(names)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-from support.fake_broker import FakeBroker, quick, until
+from support.fake_broker import FakeBroker, quick, run, until
 from support.fake_engine import END, FakeEngine
 from support.rollouts import make_group, make_rollout
 
@@ -29,16 +29,7 @@ from tandem_broker.producer import IN_A_ROW, PlayPace, Producer
 from tandem_broker.protocol.messages import EnvRegistration, EnvStatus, Info
 from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
 
-T = TypeVar("T")
 PLACES = ["broker=http://b:1", "engine=http://e:2/v1"]
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    async def limited() -> T:
-        async with asyncio.timeout(30):
-            return await work
-
-    return asyncio.run(limited())
 
 
 # Options

@@ -15,7 +15,6 @@ class Solver:
 
     def ready(self) -> None:
         """It was imported."""
-        return
 
     async def play(self, task: dict[str, Any], url: str) -> Any:
         """Solve a task with the policy at a URL."""
@@ -23,6 +22,4 @@ class Solver:
         return await self.solve(SimpleNamespace(**{**task, "prompt": prompt}), url)
 
 
-def load(agent: str) -> Solver:
-    """The agent, imported."""
-    return Solver(agent)
+load = Solver

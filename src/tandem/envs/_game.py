@@ -90,7 +90,6 @@ class Game(Environment):
 
     def check(self, task: Task) -> None:
         """None: only the environment knows what it takes for right."""
-        return
 
     @cached_property
     def _package(self) -> Package:

@@ -80,6 +80,4 @@ class Conversations:
         return message
 
 
-def load(servers: list[dict[str, Any]], max_turns: int) -> Conversations:
-    """Conversations with the tools of servers."""
-    return Conversations(servers, max_turns)
+load = Conversations

@@ -30,8 +30,13 @@ class TasksetEpisodes:
         return list(taskset if taskset.bounded else taskset.take(MOST_TASKS))
 
     def rows(self, split: str) -> dict[str, Any]:
-        """All tasks: there is no split."""
-        return {"of": "train", "rows": [_row(task.data) for task in self.tasks], "shared": True}
+        """All tasks, as there is no split; and what of their own tells them apart, such as a game's seed."""
+        import verifiers.v1 as vf
+
+        rows = [_row(task.data) for task in self.tasks]
+        own = {name for row in rows for name in row} - vf.TaskData.model_fields.keys()
+        differ = [name for name in sorted(own) if any(row.get(name) != rows[0].get(name) for row in rows)]
+        return {"of": "train", "rows": rows, "shared": True, "differ": differ}
 
     async def play(self, key: str, split: str, row: int, url: str) -> dict[str, Any]:
         """Play one task with the policy at a URL."""
@@ -95,7 +100,7 @@ class Played:
     def rows(self, split: str) -> dict[str, Any]:
         """The rows of a split, or where the environment has but one, all; and which they are of."""
         of = split if split in self.data else next(iter(self.data))
-        return {"of": of, "rows": self.data[of], "shared": len(self.data) == 1}
+        return {"of": of, "rows": self.data[of], "shared": len(self.data) == 1, "differ": []}
 
     async def play(self, key: str, split: str, row: int, url: str) -> dict[str, Any] | None:
         """Play one row with the policy at a URL; None if its siblings are needed to score it."""

@@ -43,12 +43,11 @@ class Verifiers(Environment):
             EnvError: it cannot be loaded, or the split has no row.
         """
         read = self._package.read("rows", split=split)
-        rows, of = read["rows"], read["of"]
-        places: Sequence[int] = range(len(rows))
+        places: Sequence[int] = range(len(read["rows"]))
         if read["shared"]:
-            places = [n for n in places if split_of(_question(rows[n]), self.test_share) == split]
+            places = [n for n in places if split_of(_question(read, n), self.test_share) == split]
         remedy = "change test_share, or args"
-        return Tasks(some(places, f"{self.name} ({self.id})", split, remedy), lambda n: self._task(rows[n], of, n))
+        return Tasks(some(places, f"{self.name} ({self.id})", split, remedy), lambda n: self._task(read, n))
 
     async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
         async with chat.serve() as url:
@@ -73,18 +72,18 @@ class Verifiers(Environment):
 
     def check(self, task: Task) -> None:
         """None: only the environment knows what it takes for right."""
-        return
 
     @cached_property
     def _package(self) -> Package:
         return Package(self.python, "verifiers", self.id, id=self.id, args=self.args)
 
-    def _task(self, row: Mapping[str, Json], split: Split, place: int) -> Task:
+    def _task(self, read: Json, place: int) -> Task:
+        row, split = read["rows"][place], read["of"]
         prompt = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
         messages = tuple(Message(role=each["role"], content=_text(each.get("content"))) for each in prompt)
         extra = {name: value for name, value in row.items() if name not in ("prompt", "answer", "split", "row")}
         return Task(
-            id=f"{split}/{place}/{digest(_question(row))}",
+            id=f"{split}/{place}/{digest(_question(read, place))}",
             env=self.name,
             prompt=messages,
             answer=str(row.get("answer") or ""),
@@ -92,8 +91,10 @@ class Verifiers(Environment):
         )
 
 
-def _question(row: Mapping[str, Json]) -> str:
-    return json.dumps(row["prompt"], sort_keys=True)
+def _question(read: Json, place: int) -> str:
+    """What tells a row from others: its prompt, which the tasks of a game may share, and what else differs."""
+    row, differ = read["rows"][place], read["differ"]
+    return json.dumps([row["prompt"], *map(row.get, differ)] if differ else row["prompt"], sort_keys=True)
 
 
 def _text(content: Json) -> str:

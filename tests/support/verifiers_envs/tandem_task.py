@@ -1,4 +1,4 @@
-"""A taskset of verifiers 0.4, whose agent is asked twice."""
+"""A taskset of verifiers 0.4, and an agent that says the conversation: verifiers' ``null`` without uv's process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import openai
 import verifiers.v1 as vf
+from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.runtimes import ProgramResult
 
-__all__ = ["TwiceHarness", "WordTaskset"]
+__all__ = ["ChatHarness", "WordTaskset"]
 
 
 class WordData(vf.TaskData):
@@ -25,18 +26,16 @@ class WordTask(vf.Task[WordData, vf.State, vf.TaskConfig]):
         return float(trace.num_turns)
 
 
-class TwiceHarness(vf.Harness[vf.HarnessConfig]):
+class ChatHarness(vf.Harness[vf.HarnessConfig]):
+    APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
     NEEDS_CONTAINER = EXECUTES_CODE = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):  # type: ignore[no-untyped-def]
-        client = openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0)
-        messages = [{"role": "user", "content": data.prompt}]
-        for again in (True, False):
-            answer = await client.chat.completions.create(model=ctx.model, messages=messages)
-            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-            if again:
-                messages.append({"role": "user", "content": "Sure?"})
-        await client.close()
+        conversation = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
+        system = [vf.SystemMessage(content=data.system_prompt)] if data.system_prompt else []
+        messages = [message_to_wire(message) for message in (*system, *conversation)]
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+            await client.chat.completions.create(model=ctx.model, messages=messages)
         return ProgramResult(exit_code=0, stdout="", stderr="")
 
 
