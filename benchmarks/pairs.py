@@ -178,16 +178,8 @@ class Pairs(Bench):
         records, log = self.logs / "context.jsonl", self.logs / "context.log"
         command = [sys.executable, str(HERE / "step_gpu.py"), "scaling", "--out", str(records)]
         command += ["--shape", self.args.shape, *(["--folder", str(self.args.folder)] if self.args.folder else [])]
-        command += [
-            "--lengths",
-            str(length),
-            "--equal",
-            str(4 * length),
-            "--minutes",
-            str(limit / 60),
-            "--limit",
-            str(limit / 2),
-        ]
+        command += ["--lengths", str(length), "--equal", str(4 * length)]
+        command += ["--minutes", str(limit / 60), "--limit", str(limit / 2)]
         command += work_options(Work(groups=1, siblings=2, tokens=16, prompt=40))
         command += ["--case", f"alone lengths only {fits}", "--case", f"divided lengths only {fits} {shared}"]
         with ended(command, environment(), log) as process:

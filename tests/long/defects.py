@@ -298,8 +298,8 @@ def adamw(**options: Any) -> Plant:
 def not_counted(whole: Any) -> Any:
     """Every step is corrected as the first."""
 
-    def wrong(self: Any, values: Any, grads: Any, means: Any, squares: Any, steps: Any, **kwargs: Any) -> None:
-        whole(self, values, grads, means, squares, [step.clone().zero_() for step in steps], **kwargs)
+    def wrong(self: Any, *arguments: Any) -> None:
+        whole(self, *arguments[:-1], [step.clone().zero_() for step in arguments[-1]])
 
     return wrong
 
@@ -326,10 +326,10 @@ def cut_off(self: Any, weights: Any) -> None:
 def eps_within_the_root(whole: Any) -> Any:
     """The root of v + eps^2 is nearly that of v plus eps, but where gradients are as small."""
 
-    def wrong(self: Any, values: Any, grads: Any, means: Any, squares: Any, steps: Any, **kwargs: Any) -> None:
+    def wrong(self: Any, lr: Any, guard: Any, values: Any, *tensors: Any) -> None:
         before = [value.clone() for value in values]
-        whole(self, values, grads, means, squares, steps, **kwargs)
-        for value, old, square, step in zip(values, before, squares, steps, strict=True):
+        whole(self, lr, guard, values, *tensors)
+        for value, old, square, step in zip(values, before, *tensors[-2:], strict=True):
             root = (square / (1 - self._options.beta2**step)).sqrt()
             eps = self._options.eps
             value.copy_(old + (value - old) * (root + eps) / (root.square() + eps**2).sqrt())
@@ -830,6 +830,7 @@ DEFECTS = (
         "dropout is left on",
         attribute(made_up, "prepared", lambda w: lambda config, model: w(config, model).train()),
         (LOGPROBS, GRADIENT),
+        ("packing=plain",),
     ),
     Defect("only the last turn is trained", samples(last_turn_alone), (TOKENS, COUNTS, GRADIENT)),
     Defect("what stands between turns is trained", samples(with_replies), (TOKENS, GRADIENT)),

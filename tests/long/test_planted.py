@@ -70,10 +70,9 @@ def test_tests_notice_a_planted_defect(defect: Defect, tmp_path: Path) -> None:
     file = tmp_path / edit.file
     file.write_text(file.read_text(encoding="utf-8").replace(edit.before, edit.after), encoding="utf-8")
     command = [sys.executable, "-c", ON_A_COPY, str(sources), f"--basetemp={tmp_path / 'tmp'}"]
+    command += shlex.split(defect.tests)
     environment = {**os.environ, "PYTHONPATH": str(sources)}
-    done = subprocess.run(
-        [*command, *shlex.split(defect.tests)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode in KILLED, done.stdout[-3000:] + done.stderr[-3000:]
 
 
