@@ -330,8 +330,7 @@ def eps_within_the_root(whole: Any) -> Any:
         before = [value.clone() for value in values]
         whole(self, lr, guard, values, *tensors)
         for value, old, square, step in zip(values, before, *tensors[-2:], strict=True):
-            root = (square / (1 - self._options.beta2**step)).sqrt()
-            eps = self._options.eps
+            root, eps = (square / (1 - self._options.beta2**step)).sqrt(), self._options.eps
             value.copy_(old + (value - old) * (root + eps) / (root.square() + eps**2).sqrt())
 
     return wrong

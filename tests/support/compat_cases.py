@@ -224,7 +224,8 @@ class MultiTurnScheduler:
 
 
 def forget_swift(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Import ms-swift anew: from another folder, or not at all."""
+    """Import ms-swift anew, or not at all; folders of earlier tests may be on the path."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not path or not Path(path, "swift").is_dir()])
     for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
         monkeypatch.delitem(sys.modules, name)
 
