@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,6 +148,21 @@ def test_an_adapter_of_what_a_model_does_not_have_is_refused(options: dict[str, 
 )
 def test_what_shares_exactly_is_a_tree_and_the_rest_is_plain(name: str, way: str) -> None:
     assert packing.chosen(config_of(name)).packing == way
+
+
+def test_a_comparison_leaves_no_thread_behind() -> None:
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    def work() -> int:
+        torch.set_num_threads(2)
+        config, before = config_of("llama"), threads()
+        config.intermediate_size += 8  # not compared before
+        packing.compared(config)
+        return threads() - before
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(work).result() == 0
 
 
 def test_what_is_wrong_both_ways_is_refused_with_the_figure() -> None:
