@@ -18,7 +18,7 @@ import torch
 
 from tandem.engines.vllm import protocol as wire
 from tandem.errors import EngineError
-from tandem.model.policy import Compute
+from tandem.model.policy import Compute, Policy
 from tandem.types import Completion, Sampling
 
 P = ParamSpec("P")
@@ -257,3 +257,11 @@ def _private(pid: int) -> float:
         return math.nan
     lines = file.read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e9
+
+
+class Endless(Policy):
+    """A policy whose end tokens end nothing, so that answers have the length that was asked for."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        return frozenset()

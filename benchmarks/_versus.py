@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,9 @@ class Work:
     """GSM8K's train.jsonl: its questions, answers that end where they do and have ``tokens`` at most, and math_verify's
     grades. Empty: made-up prompts, answers of exactly so many tokens, and a reward that costs nothing."""
 
+    reward: str = "verified"
+    """Of graded answers; ``drawn`` costs as much, and two groups in five are equal."""
+
     @property
     def useful(self) -> int:
         """Tokens of a step, those of a shared prompt once for each completion."""
@@ -87,19 +91,28 @@ class Work:
         ]
 
 
+def _texts(completions: Sequence[Any]) -> list[str]:
+    return [c if isinstance(c, str) else c[0]["content"] for c in completions]
+
+
 def verified(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
     """1 where the last line after #### equals the answer, by math_verify as its documentation calls it."""
     from math_verify import parse, verify
 
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    lines = [text.rpartition("####")[2].strip().partition("\n")[0] for text in texts]
+    lines = [text.rpartition("####")[2].strip().partition("\n")[0] for text in _texts(completions)]
     return [float(verify(parse(f"${gold}$"), parse(line))) for gold, line in zip(answer, lines, strict=True)]
+
+
+def drawn(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+    """A coin for each answer after ``verified``, but none for two tasks in five."""
+    verified(completions, answer)
+    coins, tasks = ([zlib.crc32(text.encode()) for text in texts] for texts in (_texts(completions), answer))
+    return [float(coin % 2 and task % 5 > 1) for coin, task in zip(coins, tasks, strict=True)]
 
 
 def even(completions: Sequence[Any], **_: Any) -> list[float]:
     """Share of the characters whose code is even: cheap, and hardly ever the same for two answers."""
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [sum(ord(char) % 2 == 0 for char in text) / max(1, len(text)) for text in texts]
+    return [sum(ord(char) % 2 == 0 for char in text) / max(1, len(text)) for text in _texts(completions)]
 
 
 def add_work(parser: Any) -> None:

@@ -113,11 +113,12 @@ def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[
     env |= {"groups": work.groups, "prompt": work.prompt, "steps": work.steps, "turns": work.turns}
     if work.graded:
         env = {"kind": "gsm8k", "path": str(Path(work.graded).absolute()), "instruction": INSTRUCTION}
+    graded = {"drawn": {"kind": "_versus:drawn"}} if work.reward == "drawn" else {"math_verify": 1.0}
     return {
         "model": str(model),
         "steps": work.steps + 1,  # the last ends the last but one
         "env": env,
-        "rewards": {"math_verify": 1.0} if work.graded else {"even": {"kind": "_versus:even"}},
+        "rewards": graded if work.graded else {"even": {"kind": "_versus:even"}},
         "groups_per_step": work.groups,
         "group_size": work.siblings,
         "sampling": {"max_tokens": work.tokens},

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _versus import Parts, Work, add_work, append, even, multiplied, peak_gb, synchronize, verified, work_of
+from _versus import Parts, Work, add_work, append, drawn, even, multiplied, peak_gb, synchronize, verified, work_of
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
@@ -173,7 +173,7 @@ def main() -> None:
         trainer = Watched(
             model=AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, chosen["weights"])),
             processing_class=AutoTokenizer.from_pretrained(args.model),
-            reward_funcs=verified if work.graded else even,
+            reward_funcs={"verified": verified, "drawn": drawn}[work.reward] if work.graded else even,
             args=config(work, chosen, args.utilization, out),
             train_dataset=Dataset.from_list(rows),
         )

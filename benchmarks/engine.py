@@ -23,19 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _load import Endless
 
 from tandem.engines.base import Engine
 from tandem.engines.embedded.spec import Embedded
-from tandem.model.policy import Compute, Policy, load_model, load_tokenizer, most_positions
+from tandem.model.policy import Compute, load_model, load_tokenizer, most_positions
 from tandem.types import Sampling
-
-
-class Endless(Policy):
-    """A policy whose end tokens end nothing, so that every answer has the length that was asked for."""
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        return frozenset()
 
 
 async def seconds(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:

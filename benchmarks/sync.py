@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _load import Load, Stopwatch, TimedCompute, by_stock, by_tandem, instrument, memory, rates, spread
+from _load import Endless, Load, Stopwatch, TimedCompute, by_stock, by_tandem, instrument, memory, rates, spread
 from _models import SHAPES, build, scratch, size
 from _versus import aligned, append
 from torch import Tensor
@@ -63,14 +63,6 @@ PHASES = (
 """Of a publish, in their order; still is the time without sampling beyond the optimizer's own."""
 SIZES = (0.5, 1.1, 0.7, 1.3, 0.6, 1.2, 0.8)
 """Of an adapter, by version in turn: neighbours differ so much that an answer tells which of them it is of."""
-
-
-class Endless(Policy):
-    """A policy whose end tokens end nothing, so that answers have the length that was asked for."""
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        return frozenset()
 
 
 @dataclass
