@@ -87,7 +87,7 @@ class TokenLoss:
 
 
 class Loss(Protocol):
-    """The objective, per token; the step alone divides. A frozen dataclass whose fields are its options.
+    """The objective, per token, not divided. A frozen dataclass whose fields are its options.
 
     Four class variables are optional, and read in ``config/loading.py``: ``by_advantage``, true if a sample without an
     advantage has no gradient, so that it need not be computed; ``compares``, false if the loss has no ratio;
