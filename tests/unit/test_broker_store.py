@@ -236,22 +236,6 @@ def test_groups_trained_late_do_not_come_back_with_another_lease(release: bool) 
     assert (store.status(0.0)["queued_groups"], store.status(30.0)["held_bytes"]) == (0, 0)
 
 
-def test_a_plain_trainers_batch_is_trained_when_its_answer_went_out_and_it_asks_again() -> None:
-    store = started(4)
-    Names(store).put(4, 4, 4)
-    lost = some(store.take(0.0, trainer="a"))
-    assert store.return_lease(lost.id, 0.0)  # the answer could not be delivered
-    again = some(store.take(0.0, trainer="a"))
-    assert names(again) == ["0"]
-    assert names(store.take(1e6, trainer="b")) == ["1"]  # another poller settles nothing of a's
-    assert store.status(1e6)["leases"] == 2
-    assert names(store.take(1e6, trainer="a")) == ["2"]  # nor does a itself while the answer is on its way
-    assert store.status(1e6)["leases"] == 3
-    store.delivered(again.id)
-    assert store.take(1e6, trainer="a") is None
-    assert (store.status(1e6)["leases"], store.status(1e6)["counts"]["trained"]) == (2, 1)
-
-
 # --- versions ---
 
 

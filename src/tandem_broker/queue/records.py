@@ -98,12 +98,9 @@ class BatchLease(msgspec.Struct, eq=False):
     """Places of its groups in the order of arrival; empty once it is acknowledged."""
     step: int
     """The broker's step with it."""
-    trainer: str | None
     seconds: float | None
     """How long it may stay unacknowledged; None: a trainer that never acknowledges has it."""
     expires: float | None
-    delivered: bool = False
-    """Its answer went out whole: after a restart a trainer that never acknowledges still has it."""
     outcome: Acknowledgement | None = None
     """The answer to its acknowledgement, for one that is repeated."""
 
