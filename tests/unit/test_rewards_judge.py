@@ -83,11 +83,11 @@ def group(*replies: str, **meta: Any) -> list[Rollout]:
 
 
 def judged(rollouts: list[Rollout], server: FakeServer, **options: Any) -> tuple[list[Rollout], dict[str, float]]:
-    """Graded through a real grading process; pauses are short unless the options say otherwise."""
+    """Graded through a real grading process."""
 
     async def go() -> tuple[list[Rollout], dict[str, float]]:
         async with server.serving():
-            judge = Judge(**{"url": server.url, "model": "grader", "backoff_seconds": 0.01, **options})
+            judge = Judge(**{"url": server.url, "model": "grader", **options})
             async with Graders({"judge": (judge, 1.0), "number": (Number(), 0.0)}) as graders:
                 return await graders.grade(rollouts), flatten(graders.metrics())
 
@@ -110,15 +110,14 @@ def test_scores_are_scaled_and_equal_replies_asked_about_once() -> None:
 
 def test_the_request() -> None:
     server = FakeServer()
-    options = {"system": "Be strict.", "request": {"seed": 3, "top_p": 0.5}, "max_tokens": 77}
+    options = {"request": {"seed": 3, "top_p": 0.5}, "max_tokens": 77}
     judged(group("7"), server, **options)
     (request,) = server.requests
     question = request.pop("messages")
     assert request == {"model": "grader", "temperature": 0, "max_tokens": 77, "seed": 3, "top_p": 0.5}
-    assert question[0] == {"role": "system", "content": "Be strict."}
-    assert "[Question]\nWhat is 3 + 4?\n" in question[1]["content"]
-    assert "[Reference answer, if there is one]\n7\n" in question[1]["content"]
-    assert "from 0 (wrong or useless) to 10 (right" in question[1]["content"]
+    assert "[Question]\nWhat is 3 + 4?\n" in question[0]["content"]
+    assert "[Reference answer, if there is one]\n7\n" in question[0]["content"]
+    assert "from 0 (wrong or useless) to 10 (right" in question[0]["content"]
     assert "Authorization" not in server.headers[0]
 
 
@@ -178,7 +177,7 @@ def test_an_answer_without_a_score_costs_its_rollout() -> None:
     replies = {f"reply {i}": text for i, text in enumerate(texts)}
     server = FakeServer()
     server.script = lambda reply, times: replies.get(reply)
-    got, metrics = judged(group("5", *replies), server, away="stop")
+    got, metrics = judged(group("5", *replies), server)
     assert [rollout.reward for rollout in got] == [0.5, None, None, None]
     assert [rollout.status for rollout in got[1:]] == ["error"] * 3
     for rollout, error in zip(got[1:], texts.values(), strict=True):
@@ -279,15 +278,11 @@ def test_busy_servers_are_asked_again() -> None:
     assert len(server.requests) == 18
 
 
-@pytest.mark.parametrize(
-    ("away", "expected"),
-    [("leave_out", ("error", None)), ("none", ("ok", 0.0))],
-)
-def test_a_server_that_stays_away(away: str, expected: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_stays_away(caplog: pytest.LogCaptureFixture) -> None:
     server = FakeServer()
     server.script = lambda reply, attempt: web.Response(status=503) if reply == "x" else None
-    got, metrics = judged(group("5", "x"), server, retries=2, away=away)
-    assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", 0.5), expected]
+    got, metrics = judged(group("5", "x"), server, retries=2)
+    assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", 0.5), ("error", None)]
     assert got[1].rewards == {"number": 0.0}
     assert metrics["grading/failed_away"] == 1.0
     assert f"reward 'judge' had no answer from {server.url}/chat/completions: it said 503, asked 3 times" in caplog.text
@@ -329,7 +324,6 @@ def test_what_would_never_be_answered_ends_the_run(code: int) -> None:
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"concurrency": 0}, "concurrency must be at least 1"),
         ({"timeout_seconds": 0.0}, "timeout_seconds must be above 0"),
-        ({"backoff_seconds": 0.0}, "backoff_seconds must be above 0"),
         ({"deadline_seconds": float("inf")}, "deadline_seconds must be above 0"),
         ({"retries": -1}, "retries must be at least 0"),
     ],

@@ -7,9 +7,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tandem.errors import ConfigError, RewardError, bounded, redacted
 from tandem.rewards.base import Failure, GroupReward, Outcome, Verdict
@@ -111,8 +111,6 @@ class Judge(GroupReward):
     samples: int = bounded(1, least=1)
     """How often each reply is judged; the mean counts, and judge/disagreement is the share of replies whose scores lie
     further apart than a tenth of the scale. With ``relative`` the siblings stand in another order each time."""
-    system: str = ""
-    """System message; empty: none."""
     pattern: str = _PATTERN
     """Regular expression whose first group is the score; its last match counts. As it is: a line with nothing but a
     number, 'Score: 7' or '7/10'. With ``relative`` its groups are a reply's number and the score: 'Reply 2: 7'."""
@@ -132,13 +130,8 @@ class Judge(GroupReward):
     """Seconds that one request may take."""
     retries: int = bounded(4)
     """How often a question is asked again."""
-    backoff_seconds: float = bounded(1.0, above=0)
-    """Seconds before it is asked again for the first time; each time they double."""
     deadline_seconds: float = bounded(300.0, above=0)
     """Seconds that the questions about one group may take, with all that are asked again."""
-    away: Literal["leave_out", "none", "stop"] = "leave_out"
-    """If there is no answer in the end: leave the rollout out of its group, leave this reward out of the rollout's
-    sum, or end the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,10 +148,6 @@ class Judge(GroupReward):
             problems.append(problem)
         if problems:
             raise ConfigError("\n".join(problems))
-
-    def inert(self) -> Mapping[str, str]:
-        """Options that change nothing, and why."""
-        return {} if self.retries else {"backoff_seconds": "retries is 0: nothing is asked again"}
 
     def prepare(self) -> None:
         """Look for the key; raises RewardError if it is not there."""
@@ -237,7 +226,7 @@ class Judge(GroupReward):
         from tandem.http import HttpError, HttpStatusError, RetryPolicy
 
         body, headers = question.encode(), {"Content-Type": "application/json"}
-        pauses = RetryPolicy(first_seconds=self.backoff_seconds, max_seconds=math.inf)
+        pauses = RetryPolicy()
         why = ""
         for attempt in range(self.retries + 1):
             pause, text = 0.0, ""
@@ -264,7 +253,7 @@ class Judge(GroupReward):
             if attempt < self.retries:
                 await pauses.pause(attempt, pause)
         times = f", asked {self.retries + 1} times" if self.retries else ""
-        return self._unanswered(f"had no answer from {redacted(client.url)}: {why}{times}")
+        return Failure("away", f"had no answer from {redacted(client.url)}: {why}{times}")
 
     @property
     def call_seconds(self) -> float:
@@ -288,10 +277,9 @@ class Judge(GroupReward):
             raise ValueError(f"template names {{{missing}}}; task {rollout.task.id} has: {has}") from None
 
     def _body(self, question: str) -> dict[str, Any]:
-        system = [{"role": "system", "content": self.system}] if self.system else []
         body = {
             "model": self.model,
-            "messages": [*system, {"role": "user", "content": question}],
+            "messages": [{"role": "user", "content": question}],
             "temperature": 0,
             "max_tokens": self.max_tokens,
             **self.request,
@@ -300,7 +288,7 @@ class Judge(GroupReward):
 
     def _verdict(self, task: asyncio.Task[Answer | Failure], number: int) -> float | Failure:
         if task.cancelled():
-            return self._unanswered(f"had no answer from {redacted(self.url)} within {self.deadline_seconds:g} s")
+            return Failure("away", f"had no answer from {redacted(self.url)} within {self.deadline_seconds:g} s")
         answer = task.result()
         if isinstance(answer, Failure):
             return answer
@@ -316,10 +304,6 @@ class Judge(GroupReward):
                 "bad_value", f"was given {score:g}, expected a score from {self.lowest:g} to {self.highest:g}"
             )
         return (score - self.lowest) / (self.highest - self.lowest)
-
-    def _unanswered(self, text: str) -> Failure:
-        costs = {"leave_out": "rollout", "none": "reward", "stop": "run"}
-        return Failure("away", text, costs[self.away])  # type: ignore[arg-type]
 
 
 def _transcript(messages: Sequence[Message]) -> str:
