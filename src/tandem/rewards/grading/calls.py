@@ -11,6 +11,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from tandem.errors import RewardError
@@ -26,24 +27,6 @@ _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 _MOST = 1e18
 """Largest reward, either way: the square of a larger one does not fit into float32, where losses are computed."""
-
-
-class RewardTrainerState:
-    """The ``trainer_state`` column: ``global_step`` and ``max_steps``, as attributes."""
-
-    def __init__(self, step: int, steps: int | None) -> None:
-        """What is known.
-
-        Args:
-            step: Optimizer steps behind the newest weights that the completions were sampled with.
-            steps: Those of the whole run; None where that is not known.
-        """
-        self.global_step = step
-        if steps is not None:
-            self.max_steps = steps
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"trainer_state has no {name!r} here; it has {', '.join(vars(self))}")
 
 
 @dataclass(slots=True)
@@ -137,7 +120,8 @@ class Called:
         columns["completion_ids"] = [[t for turn in r.turns for t in turn.completion.tokens] for r in rollouts]
         turns = [turn.completion for r in rollouts for turn in r.turns if turn.completion.tokens]
         newest = max((completion.version_max for completion in turns), default=0)
-        columns["trainer_state"] = RewardTrainerState(newest, steps)
+        known = {"global_step": newest, **({} if steps is None else {"max_steps": steps})}
+        columns["trainer_state"] = SimpleNamespace(**known)
         columns["log_metric"], columns["log_extra"] = log.metric, log.extra
         columns |= self.more(rollouts) if self.more else {}
         return columns if self.accepts is None else {k: v for k, v in columns.items() if k in self.accepts}
