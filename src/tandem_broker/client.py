@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from itertools import count, zip_longest
 from typing import Literal, Self, TypeVar
 
@@ -31,9 +31,6 @@ Kind = Literal["broker", "engine"]
 KEY_OPTION: dict[Kind, str] = {"broker": "broker.key_variable", "engine": "engine.api_key_variable"}
 """Options that name the variable with a server's key."""
 Speaks = Literal["tandem", "atropos"]
-Fate = Literal["unsent", "broken", "failed"]
-"""Of a request without an answer: it did not arrive, it may have arrived, or the broker failed at it (5xx)."""
-ALWAYS: frozenset[Fate] = frozenset({"unsent", "broken", "failed"})
 
 BATCH_BYTES = 4 << 30
 """Largest response: a batch of long rollouts."""
@@ -102,7 +99,7 @@ class Connection:
         body: object = None,
         *,
         headers: Mapping[str, str] | None = None,
-        repeat: Set[Fate] = ALWAYS,
+        repeat: bool = True,
     ) -> HttpResponse:
         """Ask until it is answered.
 
@@ -111,12 +108,12 @@ class Connection:
             path: the route.
             body: what is said.
             headers: beside the usual ones.
-            repeat: what may have become of a request that is made again.
+            repeat: whether a request that may have been carried out is made again; if not, none is.
 
         Raises:
             ServerAway: no response within ``give_up_seconds``, or unsent requests are not repeated.
             RequestRefused: it answers with an error that asking again will not mend.
-            RequestLost: it may have been done, or it failed, and such requests are not repeated.
+            RequestLost: it may have been carried out, and is not repeated.
         """
         data = None if body is None else wire.write(body)
         sent_headers = {"Accept": JSON, **({} if data is None else {"Content-Type": JSON}), **(headers or {})}
@@ -131,16 +128,16 @@ class Connection:
                     return answer
         raise AssertionError("attempts have no end")
 
-    async def _fail(self, error: ServerAway | ResponseLost | HttpStatusError, repeat: Set[Fate], attempt: int) -> None:
+    async def _fail(self, error: ServerAway | ResponseLost | HttpStatusError, repeat: bool, attempt: int) -> None:
         """Wait before a request that failed is made again; raises where it is not."""
         status = error.status if isinstance(error, HttpStatusError) else None
-        if status is not None and status < 500 and status != 429:
+        # Atropos' broker answers 500 to what it cannot do, such as an id that it does not know.
+        if status is not None and status != 429 and status < (500 if self.speaks == "tandem" else 501):
             key = "; name the variable that holds the broker's key (broker.key_variable)" * (status in (401, 403))
             raise RequestRefused(f"{error}{key}", status) from error
         is_put_off = status in (429, 503)
-        fate: Fate = "unsent" if is_put_off or isinstance(error, ServerAway) else "failed" if status else "broken"
-        if fate != "unsent" and fate not in repeat:
-            if fate == "broken":
+        if not (repeat or is_put_off or isinstance(error, ServerAway)):
+            if status is None:
                 self._seconds_away(error)
             raise RequestLost(f"{error}; it is not sent again, since it may have been carried out") from error
         if is_put_off:  # it is there and says when to come back, however often
@@ -148,7 +145,7 @@ class Connection:
         elif self._seconds_away(error) > self._retry.give_up_seconds:
             raise error
         await self._retry.pause(attempt, getattr(error, "retry_after", None) or 0.0)
-        if fate not in repeat:
+        if not repeat:
             raise ServerAway(str(error), error.reason) from error
 
     def _seconds_away(self, error: BrokerError) -> float:
@@ -267,7 +264,6 @@ class EnvClient(_Client):
             raise BrokerError(f"group {group.id} has {size} sequences: Atropos' broker never serves it; use Tandem's")
         headers = {"Idempotency-Key": key} if knows_keys else {}
         # Without keys not even what was not sent is sent again at once: by then it may be a broker without a trainer.
-        again: frozenset[Fate] = ALWAYS if knows_keys else frozenset()
         while True:
             if self._known != self.connection.outages:
                 await self.status()
@@ -275,7 +271,7 @@ class EnvClient(_Client):
                 scored.env_id = self.ticket.env_id
             outages = self.connection.outages
             try:
-                answer = await self.connection.ask("POST", "/scored_data", scored, headers=headers, repeat=again)
+                answer = await self.connection.ask("POST", "/scored_data", scored, headers=headers, repeat=knows_keys)
             except RequestLost as error:
                 log.warning("group %s: %s", group.id, error)
                 return "lost"
@@ -299,15 +295,11 @@ class EnvClient(_Client):
         """The answer, or None where the broker does not know this environment."""
         assert self.ticket is not None, "register first"
         body = messages.EnvName(env_id=self.ticket.env_id)
-        # Atropos' broker answers 500 to an id that it does not know.
-        again = ALWAYS if self.connection.speaks == "tandem" else ALWAYS - {"failed"}
         try:
-            answer = await self.connection.ask("GET", "/status-env", body, repeat=again)
+            answer = await self.connection.ask("GET", "/status-env", body)
         except RequestRefused as error:
             if error.status == 401:  # 403: the id is that of another key's environment
                 raise
-            return None
-        except RequestLost:
             return None
         return parse(answer, messages.EnvStatus)
 
@@ -360,15 +352,8 @@ class TrainerClient(_Client):
         if self.leases:
             parameters = {"lease": lease, "policy": policy, "max_lag": max_lag}
             query = "&".join(f"{name}={value}" for name, value in parameters.items() if value is not None)
-        path = f"/batch?{query}" if query else "/batch"
-        try:
-            # A lost answer of a broker without leases is a lost batch, whether it is asked again or not.
-            again: frozenset[Fate] = ALWAYS if self.leases and lease is not None else frozenset({"unsent"})
-            answer = await self.connection.ask("GET", path, repeat=again)
-        except RequestLost as error:
-            log.warning("%s; a batch may be lost with it", error)
-            return None
-        reply = parse(answer, _BatchReply)
+        # A lost answer of a broker without leases is a lost batch, whether it is asked again or not.
+        reply = parse(await self.connection.ask("GET", f"/batch?{query}" if query else "/batch"), _BatchReply)
         if reply.status == "error":
             raise NotRegistered(f"{self.connection.name} says: {reply.message or 'no trainer has registered'}")
         if reply.batch is None:

@@ -189,7 +189,7 @@ class Ledger(Journal):
     def _restore(self, now: float) -> None:
         """Fill the store. Leases count from ``now``, and so do silences of environments that were not silent already.
 
-        A batch that a trainer which never acknowledges had, and whose answer is not known to have gone out, comes back.
+        A batch that a trainer which never acknowledges had comes back.
         """
         store = self.store
         facts: defaultdict[str, dict[str, Any]] = defaultdict(dict)

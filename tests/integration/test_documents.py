@@ -17,7 +17,6 @@ from unittest import mock
 
 import pytest
 import yaml
-from conftest import build_tiny_model
 from integration.vllm_runs import lines, metrics
 from support.atropos_document import HERMES, TRAINERS, command
 from support.compat_cases import OVERRIDES, axolotl_file, axolotl_files, examples, forget_swift, swift_files
@@ -149,34 +148,3 @@ def test_atropos_trainers_train(
 
 ENDS = {"full": "final_model", "lora": "final_adapter"}
 """Folders of the last checkpoint, as Atropos names them."""
-
-SCHEDULER = """
-from swift.plugin import orms
-from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
-
-class Again(MultiTurnScheduler):
-    def step(self, infer_request, response_choice, current_turn):
-        infer_request.messages.append({"role": "user", "content": "Are you sure?"})
-        return {"infer_request": infer_request}
-
-multi_turns["again"] = Again
-orms["asked"] = lambda completions, rollout_infos, **_: [
-    info["num_turns"] + len(text) / 100 for text, info in zip(completions, rollout_infos)
-]
-"""
-
-
-@pytest.mark.long
-def test_a_scheduler_of_a_plug_in_plays_several_turns(here: Path) -> None:
-    build_tiny_model(here / "tiny")
-    swift_files(here)
-    (here / "turns.py").write_text(SCHEDULER)
-    line = (
-        "--model tiny --dataset rows.jsonl --external_plugins turns.py --multi_turn_scheduler again --max_turns 2 "
-        "--reward_funcs asked --num_generations 4 --per_device_train_batch_size 8 --max_completion_length 4 "
-        "--max_steps 2 --torch_dtype float32 --output_dir output --run_name run sampling.min_tokens=4"
-    )
-    tandem("swift", "rlhf", "--rlhf_type", "grpo", *shlex.split(line))
-    rows = [row for step in (1, 2) for row in lines(here / f"output/run/rollouts/{step:06d}.jsonl")]
-    for row in rows:  # an answer that is cut ends the conversation
-        assert row["rewards"]["asked"] // 1 == len(row["prompts"])

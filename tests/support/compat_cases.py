@@ -202,25 +202,11 @@ def swift_package(folder: Path) -> None:
         "rewards": "class ORM:\n    def __init__(self, args=None, **_): self.args = args\nAsyncORM = ORM\norms = {}\n",
         "plugin": "from swift.rewards import AsyncORM, ORM, orms\n",
         "utils": "import logging\nget_logger = logging.getLogger\n",
-        "rollout/__init__": "",
-        "rollout/multi_turn": SCHEDULERS,
     }
     for name, text in modules.items():
         path = folder / f"swift/{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-
-
-SCHEDULERS = """
-multi_turns = {}
-
-class MultiTurnScheduler:
-    def __init__(self, infer_engine=None, max_turns=None, **_): self.max_turns = max_turns
-    async def on_trajectory_start(self, requests): ...
-    async def on_turn_end(self, infer_request, response_choice, current_turn): return {}
-    def check_finished(self, infer_request, response_choice, current_turn):
-        return response_choice.finish_reason == "length" or current_turn == self.max_turns
-"""
 
 
 def forget_swift(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,14 +21,14 @@ from tandem_broker.journal import Ledger
 from tandem_broker.protocol.messages import EnvStatus, RunParameters
 from tandem_broker.protocol.submission import GroupEntry
 from tandem_broker.queue import formation
-from tandem_broker.queue.records import Acknowledgement, Busy, GroupRefused, StoreOptions
+from tandem_broker.queue.records import Busy, GroupRefused, StoreOptions
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.queue.tenants import Item
 
 pytestmark = pytest.mark.slow
 
 OPTIONS = StoreOptions(
-    max_groups=24, max_bytes=24 * 9, max_env_groups=16, max_env_bytes=16 * 9, max_environments=6,
+    max_groups=24, max_bytes=24 * 9,
     heartbeat_seconds=60.0, key_seconds=500.0, max_keys=20,
 )  # fmt: skip
 RUNS = st.sampled_from([4, 6, 8])
@@ -122,11 +122,7 @@ class Promises(RuleBasedStateMachine):
     def environment_registers(self, group_size: int, share: float | None, weight: float, key: str | None) -> None:
         spec = env_spec(name="e", max_token_length=8, weight=weight, group_size=group_size, min_batch_allocation=share)
         known = self.store.tenants.by_key.get(key or "")
-        try:
-            ticket = self.store.register_env(spec, self.now, key=key)
-        except Busy:
-            assert len(self.store.tenants.by_id) == OPTIONS.max_environments
-            return
+        ticket = self.store.register_env(spec, self.now, key=key)
         assert (ticket is None) == (not self.store.started)
         if ticket is not None and known is not None:
             assert ticket.env_id == known.env_id
@@ -158,9 +154,7 @@ class Promises(RuleBasedStateMachine):
             tenant = self.store.tenants.of(env)
             waits = tenant.sequences["queued"] + tenant.sequences["buffered"]
             assert self.store.waiting.next_batch() is not None or waits >= batch_size
-            assert (
-                len(self.store.waiting.items) >= OPTIONS.max_groups or tenant.groups.total() >= OPTIONS.max_env_groups
-            )
+            assert len(self.store.waiting.items) >= OPTIONS.max_groups
             return
         known = key is not None and self.now - self.keys.get(key, -1e9) <= OPTIONS.key_seconds
         assert (receipt.kind == "duplicate") == known
@@ -174,17 +168,12 @@ class Promises(RuleBasedStateMachine):
         for _ in range(3):
             self.submit_one(env, size, None)
 
-    @rule(lease=st.booleans(), trainer=st.sampled_from(["x", "y"]))
-    def trainer_polls(self, lease: bool, trainer: str) -> None:
+    @rule(lease=st.booleans())
+    def trainer_polls(self, lease: bool) -> None:
         self.store.status(self.now)  # leases that ran out come back first
-        if not lease:
-            for earlier in [one for one in self.store.leases.values() if one.delivered]:
-                if earlier.trainer == trainer:
-                    fresh, already = self.expect_trained(earlier.id)
-                    self.over[earlier.id] = Acknowledgement(ok=not already, trained=fresh, already=already)
         before = {item.entry.id: (item, item.state) for item in self.waiting}
         returned = self.store.returned
-        batch = self.store.take(self.now, trainer, lease=50.0 if lease else None)
+        batch = self.store.take(self.now, lease=50.0 if lease else None)
         self.ledger.commit()
         assert self.store.run is not None
         total, needs = self.store.run.batch_size, self.store.tenants.minimums()
@@ -260,11 +249,6 @@ class Promises(RuleBasedStateMachine):
 
     @precondition(lambda self: self.served)
     @rule(which=BATCH)
-    def answer_goes_out(self, which: int) -> None:
-        self.store.delivered(list(self.served)[which % len(self.served)])
-
-    @precondition(lambda self: self.served)
-    @rule(which=BATCH)
     def trainer_gives_back(self, which: int) -> None:
         batch = list(self.served)[which % len(self.served)]
         out = batch in self.store.leases and self.store.leases[batch].expires is None
@@ -281,7 +265,7 @@ class Promises(RuleBasedStateMachine):
     @rule(batches=st.integers(1, 3))
     def trainer_trains(self, batches: int) -> None:
         for _ in range(batches):
-            self.trainer_polls(True, "z")
+            self.trainer_polls(True)
             if self.served:
                 self.trainer_acknowledges(len(self.served) - 1)
 
@@ -292,7 +276,7 @@ class Promises(RuleBasedStateMachine):
     @rule()
     def broker_restarts(self) -> None:
         before = self.store.status(self.now)
-        unsent = sum(lease.seconds is None and not lease.delivered for lease in self.store.leases.values())
+        unsent = sum(lease.seconds is None for lease in self.store.leases.values())
         places = {(item.order, item.state) for item in self.waiting}
         self.ledger.close()
         self.ledger = Ledger.open(self.folder, OPTIONS, self.now)

@@ -236,22 +236,6 @@ def test_groups_trained_late_do_not_come_back_with_another_lease(release: bool) 
     assert (store.status(0.0)["queued_groups"], store.status(30.0)["held_bytes"]) == (0, 0)
 
 
-def test_a_plain_trainers_batch_is_trained_when_its_answer_went_out_and_it_asks_again() -> None:
-    store = started(4)
-    Names(store).put(4, 4, 4)
-    lost = some(store.take(0.0, trainer="a"))
-    assert store.return_lease(lost.id, 0.0)  # the answer could not be delivered
-    again = some(store.take(0.0, trainer="a"))
-    assert names(again) == ["0"]
-    assert names(store.take(1e6, trainer="b")) == ["1"]  # another poller settles nothing of a's
-    assert store.status(1e6)["leases"] == 2
-    assert names(store.take(1e6, trainer="a")) == ["2"]  # nor does a itself while the answer is on its way
-    assert store.status(1e6)["leases"] == 3
-    store.delivered(again.id)
-    assert store.take(1e6, trainer="a") is None
-    assert (store.status(1e6)["leases"], store.status(1e6)["counts"]["trained"]) == (2, 1)
-
-
 # --- versions ---
 
 
@@ -318,18 +302,6 @@ def test_a_full_queue_lets_in_what_a_share_waits_for() -> None:
     with pytest.raises(Busy):  # a batch can be formed now
         put(4, env=needed)
     assert names(store.take(0.0)) == ["6", "0"]
-
-
-def test_environments_are_bounded() -> None:
-    store = started(4, StoreOptions(max_environments=2))
-    first = joined(store)
-    joined(store)
-    with pytest.raises(Busy):
-        joined(store)
-    store.disconnect(first, 0.0)
-    assert joined(store) == 2
-    with pytest.raises(GroupRefused):
-        store.status_env(first, 0.0)
 
 
 def test_environments_follow_the_steps_of_a_trainer_that_tells_them() -> None:

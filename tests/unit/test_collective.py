@@ -160,8 +160,8 @@ def test_buckets_are_a_function_of_the_manifest() -> None:
     ]
     assert BucketPlan(entries, 200).buckets[2].size == 200  # to the last byte
     buckets = BucketPlan(entries, 199).buckets
-    assert [[part.name for part in bucket.parts] for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"], ["f"]]
-    assert [(part.start, part.size) for part in buckets[0].parts] == [(0, 10), (64, 50)]
+    assert [[entry.name for entry, _ in bucket.parts] for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert [(start, entry.bytes) for entry, start in buckets[0].parts] == [(0, 10), (64, 50)]
     assert buckets[1].size == 1000  # larger than a bucket: alone
     assert len(BucketPlan(entries, 10_000).buckets) == 1
     assert len(BucketPlan(entries, 1).buckets) == len(entries)

@@ -205,16 +205,6 @@ def test_a_hung_group_holds_up_no_other() -> None:
     assert all(rollout.status == "ok" for rollouts in fine for rollout in rollouts)
 
 
-# what a failure costs
-
-
-def test_a_failure_may_cost_the_reward_alone(module: Any, caplog: pytest.LogCaptureFixture) -> None:
-    got, metrics = graded({"ask": module.Fails(costs="reward"), "n": Number()}, group("7", "ask"))
-    assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", 2.0), ("ok", 0.0)]
-    assert metrics["grading/failed_away"] == 1.0
-    assert "reward 'ask' had no answer; this reward is left out of its rollout's sum" in caplog.text
-
-
 # who waits for whom
 
 

@@ -18,8 +18,8 @@ class Failure(NamedTuple):
     """Its kind, to count by; away: a service that the reward asks gave no answer."""
     text: str
     """What happened, to stand behind the reward's name."""
-    costs: Literal["rollout", "reward", "run"] = "rollout"
-    """What is lost: the rollout, this reward of it as if it were None, or the whole run."""
+    costs: Literal["rollout", "run"] = "rollout"
+    """What is lost: the rollout, or the whole run."""
 
 
 Verdict = float | None | Failure
@@ -39,7 +39,7 @@ class Reward(ABC):
     """A number for one finished rollout. A frozen dataclass whose fields are its options.
 
     It must pickle, and never imports torch. A plain function by import path works too: ``f(rollout)``, or with TRL's
-    signature ``f(completions, **columns)``, or verl's ``compute_score``; each may be async.
+    signature ``f(completions, **columns)``; each may be async.
 
     Example:
         >>> import tandem

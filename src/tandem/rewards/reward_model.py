@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tandem.errors import ConfigError, RewardError, bounded
@@ -36,8 +35,6 @@ class RewardModel(GroupReward):
     """Type of its weights; auto: as they were saved."""
     batch: int = bounded(8, least=1)
     """Conversations in one forward pass, those of like length together."""
-    chat_template: str = ""
-    """Jinja chat template, as text or the path of a file; empty: its tokenizer's own."""
     timeout_seconds: float = bounded(120.0, above=0)
     """Seconds that all siblings of a task together may take."""
 
@@ -54,7 +51,7 @@ class RewardModel(GroupReward):
         return self._loaded().scores([rollout.messages for rollout in rollouts], self.batch)
 
     def _loaded(self) -> Classifier:
-        return loaded(self.model, self.label, self.device, self.dtype, self.chat_template)
+        return loaded(self.model, self.label, self.device, self.dtype)
 
     @property
     def call_seconds(self) -> float:
@@ -62,7 +59,7 @@ class RewardModel(GroupReward):
 
 
 @cache
-def loaded(name: str, label: int | None, device: str, dtype: str, chat_template: str) -> Classifier:
+def loaded(name: str, label: int | None, device: str, dtype: str) -> Classifier:
     """The model, once in a process; arguments are the options of ``RewardModel``.
 
     Raises:
@@ -77,10 +74,8 @@ def loaded(name: str, label: int | None, device: str, dtype: str, chat_template:
         model = _model(name, dtype).to(where).eval().requires_grad_(False)
     except (OSError, ValueError, RuntimeError) as error:  # no such model or device; the message says which
         raise RewardError(f"reward model {name} cannot be loaded on {device}: {error}") from error
-    if chat_template:
-        tokenizer.chat_template = _template(chat_template)
     if not tokenizer.chat_template and tokenizer.sep_token_id is None:
-        raise RewardError(f"reward model {name} has no chat template; give the option chat_template")
+        raise RewardError(f"reward model {name} has no chat template; save one with its tokenizer")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # its head looks for the last token before
@@ -164,13 +159,3 @@ def _model(name: str, dtype: str) -> Any:
             "model that was trained as a reward model"
         )
     return model
-
-
-def _template(template: str) -> str:
-    """A chat template as text, read from its file if it is the path of one."""
-    if "{" in template:
-        return template
-    try:
-        return Path(template).read_text(encoding="utf-8")
-    except OSError as error:
-        raise RewardError(f"chat_template {template} cannot be read: {error.strerror}") from error

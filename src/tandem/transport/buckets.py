@@ -36,44 +36,27 @@ def manifest(named: Iterable[tuple[str, Tensor]]) -> list[TensorEntry]:
     return [TensorEntry(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in named]
 
 
-class BucketPart(NamedTuple):
-    """A tensor's place in its bucket."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    """Its first byte."""
-    size: int
-    """Bytes."""
-
-
 class Bucket:
     """Tensors that travel in one piece."""
 
     def __init__(self) -> None:
-        self.parts: list[BucketPart] = []
-        """In the order of the manifest."""
+        self.parts: list[tuple[TensorEntry, int]] = []
+        """Each with its first byte, in the order of the manifest."""
         self.size = 0
         """Bytes of all."""
 
     def add(self, entry: TensorEntry) -> None:
         """Give one tensor more its place."""
         start = _aligned(self.size)
-        self.parts.append(BucketPart(entry.name, entry.shape, getattr(torch, entry.dtype), start, entry.bytes))
+        self.parts.append((entry, start))
         self.size = start + entry.bytes
 
     def views(self, memory: Tensor) -> list[tuple[str, Tensor]]:
         """Every tensor by name, in the bucket's memory."""
-        typed: dict[torch.dtype, Tensor] = {}
-        out = []
-        for part in self.parts:
-            if part.dtype not in typed:
-                width = part.dtype.itemsize
-                typed[part.dtype] = memory[: memory.numel() // width * width].view(part.dtype)
-            first, count = part.start // part.dtype.itemsize, part.size // part.dtype.itemsize
-            out.append((part.name, typed[part.dtype][first : first + count].view(part.shape)))
-        return out
+        return [
+            (entry.name, memory[start : start + entry.bytes].view(getattr(torch, entry.dtype)).view(entry.shape))
+            for entry, start in self.parts
+        ]
 
 
 class BucketPlan:
@@ -101,7 +84,7 @@ class BucketPlan:
     @property
     def bytes(self) -> int:
         """Of all tensors."""
-        return sum(part.size for bucket in self.buckets for part in bucket.parts)
+        return sum(entry.bytes for entry in self.entries)
 
 
 def _aligned(size: int) -> int:

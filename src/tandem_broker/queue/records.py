@@ -39,12 +39,6 @@ class StoreOptions:
     """Most groups held (buffered, queued and leased) before submissions are put off."""
     max_bytes: int = 2 << 30
     """Most payload bytes held before submissions are put off; they are in memory."""
-    max_env_groups: int = 150_000
-    """Most groups held of one environment; anonymous submissions count as one environment."""
-    max_env_bytes: int = 1 << 30
-    """Most payload bytes held of one environment."""
-    max_environments: int = 10_000
-    """Most environments known; beyond it one that is gone and holds nothing is forgotten."""
     heartbeat_seconds: float = 60.0
     """An environment not heard from for this long has no weight and no minimum share until it is heard again."""
     key_seconds: float = 86_400.0
@@ -98,12 +92,9 @@ class BatchLease(msgspec.Struct, eq=False):
     """Places of its groups in the order of arrival; empty once it is acknowledged."""
     step: int
     """The broker's step with it."""
-    trainer: str | None
     seconds: float | None
     """How long it may stay unacknowledged; None: a trainer that never acknowledges has it."""
     expires: float | None
-    delivered: bool = False
-    """Its answer went out whole: after a restart a trainer that never acknowledges still has it."""
     outcome: Acknowledgement | None = None
     """The answer to its acknowledgement, for one that is repeated."""
 

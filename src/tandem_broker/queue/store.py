@@ -111,9 +111,6 @@ class GroupQueue:
         """A new environment, or under a known ``key`` the one it was before. None: wait for the trainer to start.
 
         ``owner`` is whose key it was registered with.
-
-        Raises:
-            Busy: too many environments are known and none can be forgotten.
         """
         self._advance(now)
         if self.run is None or not self.started:
@@ -188,7 +185,6 @@ class GroupQueue:
     def take(
         self,
         now: float,
-        trainer: str | None = None,
         *,
         lease: float | None = None,
         policy: int | None = None,
@@ -198,10 +194,8 @@ class GroupQueue:
 
         Args:
             now: Seconds.
-            trainer: Name of the caller; tells apart trainers that never acknowledge.
-            lease: Seconds within which the trainer will acknowledge. None: the batch counts as trained when the same
-                trainer asks again after ``delivered`` said that its answer went out; before that, a restart serves it
-                again.
+            lease: Seconds within which the trainer will acknowledge. None: it never does, so the caller acknowledges
+                once the answer went out; before that, a restart serves the batch again.
             policy: The trainer's policy step; later groups that do not tell theirs are stamped with it.
             max_lag: Groups sampled more than this many policy steps ago are dropped. None drops none.
         """
@@ -212,9 +206,6 @@ class GroupQueue:
             if policy not in (None, self.policy):
                 self.policy, self.took = policy, False
             self.started = True
-        if lease is None:
-            for earlier in [lease for lease in self.leases.values() if lease.delivered and lease.trainer == trainer]:
-                self.acknowledge(earlier.id, now)
         chosen = self.waiting.next_batch()
         if max_lag is not None and self.policy is not None:
             oldest = self.policy - max_lag
@@ -223,7 +214,7 @@ class GroupQueue:
                 chosen = self.waiting.next_batch()
         if not chosen:
             return None
-        return self._serve(chosen, trainer, lease, now)
+        return self._serve(chosen, lease, now)
 
     def acknowledge(self, batch_id: str, now: float) -> records.Acknowledgement:
         """The batch is trained. Of two batches that hold the same group (a lease ran out) the first to say so wins.
@@ -264,13 +255,6 @@ class GroupQueue:
             return lease is not None
         lease.expires = now + lease.seconds
         return True
-
-    def delivered(self, batch_id: str) -> None:
-        """The answer with this batch went out whole: a restart does not serve it again to a plain trainer."""
-        lease = self.leases.get(batch_id)
-        if lease is not None and lease.seconds is None:
-            lease.delivered = True
-            self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
 
     def return_lease(self, batch_id: str, now: float) -> bool:
         """The batch was not trained: its groups go back to the front, in order. False: it is not out."""
@@ -327,14 +311,14 @@ class GroupQueue:
         buffered = tenant.env_id is not None and entry.size < tenant.spec.group_size
         return records.Receipt(kind="buffered" if buffered else "received", buffered=tenant.sequences["buffered"])
 
-    def _serve(self, chosen: list[Item], trainer: str | None, seconds: float | None, now: float) -> records.ServedBatch:
+    def _serve(self, chosen: list[Item], seconds: float | None, now: float) -> records.ServedBatch:
         if self.returned:
             self.returned -= 1
         else:
             self.step += 1
         expires = None if seconds is None else now + seconds
         orders = [item.order for item in chosen]
-        lease = records.BatchLease(secrets.token_hex(8), orders, self.step, trainer, seconds, expires)
+        lease = records.BatchLease(secrets.token_hex(8), orders, self.step, seconds, expires)
         self.leases[lease.id] = lease
         self.took = True
         self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
@@ -354,7 +338,7 @@ class GroupQueue:
         lease.expires = None if lease.seconds is None else now + lease.seconds
         is_out = bool(self.groups_out(lease))
         (self.leases if is_out else self.over)[lease.id] = lease
-        if is_out and lease.seconds is None and not lease.delivered:
+        if is_out and lease.seconds is None:
             self._return([lease])
 
     def groups_out(self, lease: records.BatchLease) -> list[Item]:

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from importlib import resources
@@ -29,7 +30,6 @@ from tandem_broker.queue.records import Acknowledgement, Busy, GroupRefused, Rec
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
 from tandem_broker.server.keys import Keys, Role, may, scoped
-from tandem_broker.server.meter import Meter
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -112,7 +112,9 @@ class BrokerServer:
         """
         self.store = store
         self.bodies = Bodies(limits or BodyLimits())
-        self.meter = Meter()
+        self._served = Counter(batches=0, groups=0, bytes=0)
+        self._refused: Counter[str] = Counter()
+        """Requests that were refused, by why."""
         self.keys = keys or Keys()
         self._names = (host,) if host else ()
         self._clock = clock
@@ -133,7 +135,6 @@ class BrokerServer:
                 "POST /scored_data": self._scored_data,
                 "POST /scored_data_list": self._scored_data_list,
                 "GET /status": self._status,
-                "GET /metrics": self._metrics,
             },
             "trainer": {
                 "POST /register": self._register,
@@ -172,23 +173,22 @@ class BrokerServer:
 
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turn every end of a request into an answer, and count it."""
-        start = time.perf_counter()
+        """Turn every end of a request into an answer."""
         try:
             response = await handler(request)
         except Malformed as error:
-            self.meter.refused[error.problem.type] += 1
+            self._refused[error.problem.type] += 1
             response = reply({"detail": [error.problem]}, 422)
         except GroupRefused as error:
-            self.meter.refused["impossible"] += 1
+            self._refused["impossible"] += 1
             response = RequestRejected(422, str(error)).response()
         except Busy as error:
             # Atropos' environments drop a group at any 4xx but try again at a 5xx; clients that give a key know both.
-            self.meter.refused["busy"] += 1
+            self._refused["busy"] += 1
             status = 429 if "Idempotency-Key" in request.headers else 503
             response = RequestRejected(status, str(error), retry_after=RETRY_SECONDS).response()
         except RequestRejected as error:
-            self.meter.refused[f"http_{error.status}"] += 1
+            self._refused[f"http_{error.status}"] += 1
             response = error.response()
         except web.HTTPException as error:
             response = reply({"detail": error.reason}, error.status)
@@ -201,10 +201,6 @@ class BrokerServer:
         except ConnectionError:  # a client that went away within a request leaves no trace in the log
             response = RequestRejected(400, "the connection broke").response()
         self.store.journal.flush()
-        resource = request.match_info.route.resource
-        path = resource.canonical if resource else "(none)"
-        self.meter.answers[path, response.status] += 1
-        self.meter.seconds[path] += time.perf_counter() - start
         if not response.prepared:
             response.headers["Tandem"] = __version__
         return response
@@ -300,7 +296,7 @@ class BrokerServer:
             return reply({"status": "error", "message": message, "batch": []})
         query = wire.convert(dict(request.query), messages.BatchQuery)
         is_leased = query.lease is not None
-        batch = self.store.take(now, request.remote, lease=query.lease, policy=query.policy, max_lag=query.max_lag)
+        batch = self.store.take(now, lease=query.lease, policy=query.policy, max_lag=query.max_lag)
         if batch is None:
             return reply({"batch": None})
         payloads = [entry.payload for entry in batch.entries]
@@ -310,10 +306,9 @@ class BrokerServer:
         except BaseException:  # its client is gone: it returns to the queue
             self.store.return_lease(batch.id, self._clock())
             raise
-        self.store.delivered(batch.id)
         if not is_leased:
             self.store.acknowledge(batch.id, self._clock())  # nothing else will: it is out
-        self.meter.served.update(batches=1, groups=len(payloads), bytes=sum(map(len, payloads)))
+        self._served.update(batches=1, groups=len(payloads), bytes=sum(map(len, payloads)))
         return response
 
     async def _send(
@@ -355,15 +350,11 @@ class BrokerServer:
                 "uptime": now - self._started,
                 "polled": self._polled,
                 "failure": self._failure,
-                "served": self.meter.served,
-                "refused": self.meter.refused,
+                "served": self._served,
+                "refused": self._refused,
                 "version": __version__,
             }
         return reply(answer)
-
-    async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        text = self.meter.prometheus(self.store.status(self._clock()))
-        return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     async def _latest_example(self, request: web.Request) -> web.StreamResponse:
         latest = self.store.waiting.latest

@@ -15,7 +15,7 @@ _ROWS = "rows are read once, when a run starts"
 _GONE = "the engine's weights are the trainer's, so there is no second copy to move or release"
 _QUANTISED = "Tandem trains bfloat16 or float32 weights"
 _LORA = "Tandem trains PEFT's plain LoRA"
-_TURNS = f"gyms are played by an environment ({DOCS}/guide/multi-turn/), or write a scheduler (multi_turn_scheduler)"
+_TURNS = f"conversations of several turns are an environment ({DOCS}/guide/multi-turn/)"
 _PLAYED = "the trainer plays, so give it to tandem swift rlhf"
 _RESUME = "to go on with a run: tandem train RUN"
 
@@ -193,12 +193,10 @@ _SAMPLING: tuple[ForeignOption, ...] = (
     becomes("sleep_level", "whole", "engine.sleep, where vllm_tensor_parallel_size is above 1; else " + _GONE, 0,
         where="colocate", choices=(0, 1, 2)),
     copied("structured_outputs_regex", "text", "sampling.regex", None, "vllm_structured_outputs_regex", where="vllm"),
-    becomes("multi_turn_scheduler", "text", "env: conversations that a scheduler of external_plugins goes on with"),
-    becomes("max_turns", "count", "env.max_turns", where="multi_turn_scheduler"),
-    refused("multi_turn_func", "text", "write a scheduler (multi_turn_scheduler)"),
+    *(refused(name, "text", _TURNS) for name in ("multi_turn_scheduler", "multi_turn_func", "gym_env")),
+    idle("max_turns", "count", "it bounds a multi_turn_scheduler"),
     refused("agent_template", "text", "tools are written by the tokenizer's chat template", None, "tools_prompt"),
     refused("use_gym_env", "truth", _TURNS, False),
-    refused("gym_env", "text", _TURNS),
     refused("use_lmdeploy", "truth", "engines are embedded and vllm", False),
     *unused("texts", "vllm_server_group_port"),
     *unused("truth", "enable_flattened_weight_sync offload_model gc_collect_after_offload vllm_server_pass_dataset"),

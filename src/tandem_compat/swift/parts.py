@@ -17,8 +17,6 @@ from tandem_compat.swift.datasets import TAGGED, SwiftDataset
 from tandem_compat.swift.plugin import KIND as PLUGIN
 from tandem_compat.swift.plugin import registered
 from tandem_compat.swift.rewards import NAMES, built_in
-from tandem_compat.swift.schedulers import KIND as TURNS
-from tandem_compat.swift.schedulers import ScheduledDataset
 from tandem_compat.table import Reader
 
 COMPLETIONS = "tandem_compat.swift.completions:CompletionsFile"
@@ -60,8 +58,7 @@ def rows(env: Mapping[str, Json]) -> int:
 
 
 def _of(env: Mapping[str, Json]) -> SwiftDataset:
-    kind = ScheduledDataset if env["kind"] == TURNS else SwiftDataset
-    return kind(**{name: value for name, value in env.items() if name != "kind"})
+    return SwiftDataset(**{name: value for name, value in env.items() if name != "kind"})
 
 
 def _system(args: Reader) -> str:
@@ -91,7 +88,7 @@ def _dataset(args: Reader, name: str, validation: list[str]) -> dict[str, Json]:
     held_out = sampled(args, "val_dataset", validation[0])[0] if validation else ""
     env |= {"test_path": held_out} if validation else {"test_share": share}
     env |= {"gold_reply": TAGGED} if "format" in args["reward_funcs"] else {}
-    return env | (_turns(args) if args["multi_turn_scheduler"] else {})
+    return env
 
 
 def sampled(args: Reader, option: str, name: str) -> tuple[str, int | None]:
@@ -101,15 +98,6 @@ def sampled(args: Reader, option: str, name: str) -> tuple[str, int | None]:
         args.wrong(option, f"{name}: what follows # is a number of rows, at least 1")
         count = ""
     return path, int(count) if count else None
-
-
-def _turns(args: Reader) -> dict[str, Json]:
-    """What plays several turns."""
-    name, files = args["multi_turn_scheduler"], list(args["external_plugins"])
-    if not files:
-        args.wrong("multi_turn_scheduler", f"name the file that registers {name} by --external_plugins")
-    most = {"max_turns": args["max_turns"]} if args["max_turns"] else {}
-    return {"kind": TURNS, "scheduler": name, "files": files, "model": args["model"], **most}
 
 
 def rewards(args: Reader) -> dict[str, Json]:
@@ -160,7 +148,7 @@ def _plugged(args: Reader) -> Collection[str]:
         why = str(error) if isinstance(error, RewardError) else f"running {', '.join(files)} {raised(error)}"
         args.wrong("external_plugins", why)
         return names
-    if known.keys().isdisjoint(names) and not args["multi_turn_scheduler"]:
+    if known.keys().isdisjoint(names):
         args.nothing("external_plugins", f"none of --reward_funcs is registered ({', '.join(known) or 'nothing'} is)")
     return tuple(known)
 

@@ -1,4 +1,4 @@
-"""Rewards and schedulers of ms-swift's plug-in files, which put them into registries of its by name."""
+"""Rewards of ms-swift's plug-in files, which put them into its registry ``orms`` by name."""
 
 from __future__ import annotations
 
@@ -23,12 +23,8 @@ from tandem_compat.swift.options import RLHF
 
 KIND = f"{__name__}:PluginReward"
 """How a recipe names the reward."""
-_REGISTRIES = {
-    "orms": ("swift.rewards", "swift.plugin"),
-    "multi_turns": ("swift.rollout.multi_turn", "swift.plugin.multi_turn"),
-}
-"""Modules of ms-swift that have them, by release."""
-
+_MODULES = ("swift.rewards", "swift.plugin")
+"""Modules of ms-swift that have the registry, by release."""
 
 Registered = Mapping[str, Any]
 """Classes and functions by the names that plug-in files register them under."""
@@ -96,15 +92,6 @@ def registered(files: Sequence[str]) -> Registered:
     Raises:
         RewardError: there is no such file, or it needs ms-swift, which is not installed.
     """
-    return _registrations(files)[0]
-
-
-def schedulers(files: Sequence[str]) -> Registered:
-    """Every multi-turn scheduler that plug-in files register, by name; raises as ``registered``."""
-    return _registrations(files)[1]
-
-
-def _registrations(files: Sequence[str]) -> tuple[Registered, Registered]:
     for file in files:
         if not Path(file).is_file():
             raise RewardError(f"there is no plug-in file {file}")
@@ -112,10 +99,10 @@ def _registrations(files: Sequence[str]) -> tuple[Registered, Registered]:
 
 
 @cache
-def _run(files: tuple[tuple[str, str], ...]) -> tuple[Registered, Registered]:
-    """Rewards and schedulers that files register, named as given and in full; raises whatever they raise."""
+def _run(files: tuple[tuple[str, str], ...]) -> Registered:
+    """Rewards that files register, named as given and in full; raises whatever they raise."""
     sys.path += [folder for _, place in files if (folder := str(Path(place).parent)) not in sys.path]  # modules beside
-    before = dict(_registry("orms"))
+    before = dict(_registry())
     for file, place in files:
         name = f"{Path(place).stem}_{hashlib.blake2b(place.encode(), digest_size=4).hexdigest()}"
         spec = importlib.util.spec_from_file_location(name, place)
@@ -133,15 +120,14 @@ def _run(files: tuple[tuple[str, str], ...]) -> tuple[Registered, Registered]:
                 f"{file} imports ms-swift, which is not installed here; install it (pip install ms-swift), or write "
                 f"the reward as a function and name it in a recipe's rewards ({DOCS}/guide/rewards/)"
             ) from error
-    rewards = {key: thing for key, thing in _registry("orms").items() if before.get(key) is not thing}
-    return rewards, dict(_registry("multi_turns"))
+    return {key: thing for key, thing in _registry().items() if before.get(key) is not thing}
 
 
-def _registry(name: str) -> Registered:
-    """A registry of ms-swift, wherever its release has it; empty where it is not installed."""
-    for place in _REGISTRIES[name]:
+def _registry() -> Registered:
+    """The registry ``orms``, wherever ms-swift's release has it; empty where it is not installed."""
+    for place in _MODULES:
         with suppress(ImportError):
-            registry: Registered = getattr(importlib.import_module(place), name)
+            registry: Registered = importlib.import_module(place).orms
             return registry
     return {}
 

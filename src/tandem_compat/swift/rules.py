@@ -163,7 +163,7 @@ class SwiftRecipe(Reader):
         clips, evaluates = loss not in ("cispo", "sapo"), parts.evaluation_strategy(self)
         held_out = bool(self["split_dataset_ratio"] or self["val_dataset"])
         by_save_steps = held_out and evaluates == "steps" and "eval_steps" not in self
-        set_at_all = ("multi_turn_scheduler", "dynamic_sample", "max_length", "beta")
+        set_at_all = ("dynamic_sample", "max_length", "beta")
         return {
             "vllm": self.mode != "none",
             "server": self.mode == "server",

@@ -1,4 +1,4 @@
-"""Calling conventions of rewards: a part, ``f(rollout)``, TRL's ``f(completions, **columns)``, or verl's."""
+"""Calling conventions of rewards: a part, ``f(rollout)``, or TRL's ``f(completions, **columns)``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from tandem.errors import RewardError
@@ -20,32 +21,12 @@ from tandem.types import TEXT, Message, Rollout
 
 _TRL = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
 """Parameters that TRL's reward functions have beside columns."""
-_VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
-"""Parameters of verl's ``compute_score``, of which each has ``solution_str``."""
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a data set that reward functions get in another shape."""
 
 _MOST = 1e18
 """Largest reward, either way: the square of a larger one does not fit into float32, where losses are computed."""
-
-
-class RewardTrainerState:
-    """The ``trainer_state`` column: ``global_step`` and ``max_steps``, as attributes."""
-
-    def __init__(self, step: int, steps: int | None) -> None:
-        """What is known.
-
-        Args:
-            step: Optimizer steps behind the newest weights that the completions were sampled with.
-            steps: Those of the whole run; None where that is not known.
-        """
-        self.global_step = step
-        if steps is not None:
-            self.max_steps = steps
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"trainer_state has no {name!r} here; it has {', '.join(vars(self))}")
 
 
 @dataclass(slots=True)
@@ -81,8 +62,8 @@ class Called:
     """A reward with its calling convention."""
 
     call: Callable[..., Any]
-    """Of a rollout, of rollouts, of columns, or of one answer as verl has it."""
-    shape: Literal["rollout", "rollouts", "columns", "verl"]
+    """Of a rollout, of rollouts, or of columns."""
+    shape: Literal["rollout", "rollouts", "columns"]
     """What it is called with."""
     is_async: bool
     """True if its calls wait rather than compute, so that several go on at once."""
@@ -103,8 +84,6 @@ class Called:
         log = _Log(len(rollouts))
         if self.shape != "columns":
             rollouts = [_copied(rollout) for rollout in rollouts]
-        if self.shape == "verl":
-            return self.call(**self._accepted(_verl(rollouts[0]))), log
         if self.shape == "rollout":
             return self.call(rollouts[0]), log
         if self.shape == "rollouts":
@@ -115,10 +94,6 @@ class Called:
         """What that comes to, once it was awaited."""
         if isinstance(value, Outcome):
             return value
-        if self.shape == "verl" and isinstance(value, Mapping):
-            for name in value.keys() - {"score"}:
-                log.extra(name, [value[name]])
-            return Outcome([_verdict(value["score"])], log.rows if any(log.rows) else ())
         if not self.takes_groups:
             return Outcome([_verdict(value)])
         values = value.tolist() if hasattr(value, "tolist") else value
@@ -145,13 +120,11 @@ class Called:
         columns["completion_ids"] = [[t for turn in r.turns for t in turn.completion.tokens] for r in rollouts]
         turns = [turn.completion for r in rollouts for turn in r.turns if turn.completion.tokens]
         newest = max((completion.version_max for completion in turns), default=0)
-        columns["trainer_state"] = RewardTrainerState(newest, steps)
+        known = {"global_step": newest, **({} if steps is None else {"max_steps": steps})}
+        columns["trainer_state"] = SimpleNamespace(**known)
         columns["log_metric"], columns["log_extra"] = log.metric, log.extra
         columns |= self.more(rollouts) if self.more else {}
-        return self._accepted(columns)
-
-    def _accepted(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return arguments if self.accepts is None else {k: v for k, v in arguments.items() if k in self.accepts}
+        return columns if self.accepts is None else {k: v for k, v in columns.items() if k in self.accepts}
 
 
 class FunctionReward(Reward):
@@ -197,14 +170,12 @@ def plain(function: Callable[..., Any], *, text: bool = False) -> Called:
     by_name = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     accepts = None if open_ended else frozenset(by_name)
-    if "solution_str" in by_name:
-        return Called(call=function, shape="verl", is_async=is_async, accepts=frozenset(by_name & _VERL))
     if by_name & _TRL or (open_ended and "rollout" not in by_name):
         return Called(call=function, shape="columns", is_async=is_async, accepts=accepts, text=text)
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
-        forms = "f(rollout), f(completions, **columns), or f(data_source, solution_str, ground_truth, extra_info)"
+        forms = "f(rollout) or f(completions, **columns)"
         raise TypeError(f"it takes ({', '.join(parameters)}); expected {forms}") from error
     return Called(call=function, shape="rollout", is_async=is_async)
 
@@ -220,19 +191,6 @@ def _copied(rollout: Rollout) -> Rollout:
     """The rollout with everything that can be changed copied; siblings share their task."""
     task = replace(rollout.task, meta=copy.deepcopy(rollout.task.meta))
     return replace(rollout, task=task, rewards=dict(rollout.rewards), metrics=dict(rollout.metrics))
-
-
-def _verl(rollout: Rollout) -> dict[str, Any]:
-    """Arguments of verl's ``compute_score``, from rows as verl has them or from any others."""
-    meta = rollout.task.meta
-    model = meta.get("reward_model")
-    gold = model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else rollout.task.answer
-    return {
-        "data_source": meta.get("data_source", rollout.task.env),
-        "solution_str": rollout.text,
-        "ground_truth": gold,
-        "extra_info": meta.get("extra_info") or {},
-    }
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:

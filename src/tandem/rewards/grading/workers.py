@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 MOST_LOG = 16 << 20
 """Bytes of the log, of which the last half is kept when it grows beyond them."""
 
-_CONSEQUENCE = {"rollout": "its rollout is left out", "reward": "this reward is left out of its rollout's sum"}
-
 
 @dataclass(slots=True)
 class _Marks:
@@ -177,8 +175,7 @@ class Graders:
                 raise RewardError(text)
             if not mark.failures:
                 self._counts[f"failed_{verdict.reason}"] += 1
-            if verdict.costs == "rollout":
-                mark.failures.append(text)
+            mark.failures.append(text)
             self._tell(call.name, verdict, text)
 
     def _tell(self, name: str, failure: Failure, text: str) -> None:
@@ -187,7 +184,7 @@ class Graders:
         self._warned.add((name, failure.reason))
         where = f"; tracebacks are in {self._log}" if self._log else ""
         level = logging.WARNING if first else logging.DEBUG
-        logger.log(level, "%s; %s%s", text, _CONSEQUENCE[failure.costs], where)
+        logger.log(level, "%s; its rollout is left out%s", text, where)
 
     def _graded(self, rollout: Rollout, marks: _Marks) -> Rollout:
         rewards = {name: value for name, value in marks.rewards.items() if value is not None}
