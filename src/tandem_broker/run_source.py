@@ -63,7 +63,7 @@ def broker_source(
         options=BrokerSourceOptions(
             groups_per_step=config.groups_per_step,
             group_size=config.group_size,
-            max_lag=config.most_lag,
+            max_lag=config.max_lag,
             drop_zero_variance=config.zero_variance_groups == "drop",
             lease_seconds=options.lease_seconds,
             rules=rules,

@@ -30,9 +30,7 @@ OWN_PART = re.compile(r"[\w.]+:[A-Za-z]")
 GLOSSARY = ROOT / "docs/reference/glossary.md"
 TOKEN = ("life-of-a-token", "life-of-a-token-vllm")
 METRIC = re.compile(r"(Mean|Sum|Max|Share|Histogram|Pending)(\.of)?\(")
-AREAS = tuple(
-    f"{area}/" for area in ("groups", "rollouts", "tokens", "samples", "seconds", "grading", "engine", "lag_control")
-)
+AREAS = tuple(f"{area}/" for area in ("groups", "rollouts", "tokens", "samples", "seconds", "grading", "engine"))
 GENERATED = {"reference/options", "reference/commands"}
 """Pages that the site alone has."""
 FENCE = re.compile(r"^```(?P<language>[\w-]*)(?: title=\"[^\"]+\")?\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)

@@ -15,7 +15,6 @@ from tandem.rollout.buffer import RolloutBuffer
 from tandem.rollout.buffer_options import BufferOptions
 from tandem.rollout.data_state import DataState
 from tandem.rollout.group_runner import PostprocessRewards, keep_rewards
-from tandem.rollout.lag_control import LagControl
 from tandem.rollout.measure import Solved
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.types import Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
@@ -123,7 +122,6 @@ class Trainer:
         patience: int = 50,
         postprocess_rewards: PostprocessRewards = keep_rewards,
         seed: int = 7,
-        lag_control: LagControl | None = None,
         **reuse: Any,
     ) -> RolloutBuffer:
         return RolloutBuffer(
@@ -142,7 +140,6 @@ class Trainer:
             postprocess_rewards=postprocess_rewards,
             on_drop=lambda reason, group: self.dropped.append((reason, group.id)),
             on_event=lambda name, fields: self.happened.append((name, dict(fields))),
-            lag_control=lag_control,
         )
 
     async def train(self, buffer: RolloutBuffer, steps: int, slowest: int = 12) -> list[list[Group]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,6 @@ from tandem.rollout.buffer import RolloutBuffer
 from tandem.rollout.data_state import DataState, Draw
 from tandem.rollout.entry import TRANSITIONS, Entry, EntryState
 from tandem.rollout.group_runner import penalise_truncated
-from tandem.rollout.lag_control import LagControl
 from tandem.rollout.mixture import REST, SAME, MixtureSchedule
 from tandem.rollout.source import Batch
 from tandem.trainer.state import TrainerState
@@ -70,65 +68,23 @@ def test_sampling_is_ahead_by_what_an_engine_behind_leaves() -> None:
         assert options.ahead == ahead
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [always_good, mixed])
-def test_how_far_it_is_ahead_may_change_with_every_step_and_by_parts_of_a_batch(kind: Kind) -> None:
-    plain, worst, most = ids(trained(Trainer(always_good), 12, max_lag=3)), 0, 0
-
-    async def go(trainer: Trainer, choices: random.Random) -> list[list[Group]]:
-        nonlocal worst
-        lag_control, batches = LagControl.fixed(3, 3), []
-        buffer = trainer.buffer(max_lag=3, lag_control=lag_control)
-        async with buffer.open(DataState()):
-            for step in range(12):
-                batches += await trainer.train(buffer, 1)
-                worst = max([worst, *(step - group.version_min for group in batches[-1])])
-                lag_control.ahead = choices.randrange(10)
-        return batches
-
-    for seed in range(8):
-        trainer = Trainer(kind, seed)
-        varied = run(go(trainer, random.Random(seed)))
-        assert kind is mixed or ids(varied) == plain
-        assert "stale" not in dict(trainer.dropped), "the slots alone must bound it"
-        most = max(most, *map(len, trainer.company))
-    assert (worst, most) == (3, 3 + 9)
-
-
-@pytest.mark.parametrize("ahead", range(8))
-def test_a_part_of_a_batch_ahead_is_played_beside_it_and_no_more(ahead: int) -> None:
-    trainer = Trainer(slowest=100)
-
-    async def go() -> None:
-        buffer = trainer.buffer(max_lag=3, lag_control=LagControl(groups_per_step=3, ahead=ahead))
-        async with buffer.open(DataState()):
-            assert len(buffer._entries) == 3 + ahead
-            batch = await buffer.take()
-            if ahead:  # in its place the next batch was begun, as far as that may be
-                assert len(buffer._entries) == 3 + ahead
-            batch.free_slots()
-            assert len(buffer._entries) == 3 + ahead
-
-    run(go())
-
-
 def test_the_engine_is_idle_from_the_last_answer_to_the_next_task() -> None:
     now = 0.0
-    lag_control = LagControl(groups_per_step=3, ahead=3, clock=lambda: now)
 
     async def go() -> None:
         nonlocal now
         trainer = Trainer()
-        buffer = trainer.buffer(max_lag=1, lag_control=lag_control)
+        buffer = trainer.buffer(max_lag=1)
+        buffer._metrics.clock = lambda: now
+        buffer._metrics.collect()
         async with buffer.open(DataState()):
-            for step in range(3):
-                with lag_control.waiting():
-                    batch = await buffer.take()
+            for _ in range(3):
+                batch = await buffer.take()
                 while trainer.playing:
                     now += 1
                     await asyncio.sleep(0)
                 now += 0.5
-                assert flatten(lag_control.step(step, {}))["engine/idle_seconds"] == 0.5
+                assert flatten(buffer.metrics())["engine/idle_seconds"] == 0.5
                 trainer.step += 1
                 batch.free_slots()
 

@@ -394,7 +394,7 @@ def test_finish_is_inert_where_nothing_is_in_flight(here: Path) -> None:
     lines = MINIMAL + "engine: vllm\nsync: {kind: shared, in_flight: finish}\n"
     assert "recipe.yaml:5: sync.in_flight changes nothing: with max_lag: 0 no request is in flight" in wrong(lines)
     assert "sync.in_flight changes nothing" in wrong(MINIMAL + "sync: {kind: shared, in_flight: finish}\n")
-    for more in ("max_lag=1", "max_lag=auto", "engine.urls=[http://here:1]", "sync.in_flight=continue"):
+    for more in ("max_lag=1", "engine.urls=[http://here:1]", "sync.in_flight=continue"):
         read(lines, more)
 
 
@@ -593,7 +593,7 @@ def test_dump_is_complete_and_loads_to_an_equal_config(here: Path) -> None:
     )  # fmt: skip
     text = dump(config)
     assert read(text) == config
-    inert = ("truncated_penalty", "envs", "lag_control")
+    inert = ("truncated_penalty", "envs")
     for option in resolve.options(RunConfig):
         assert f"{option.name}:" in text or option.name in inert
 

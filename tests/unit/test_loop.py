@@ -17,7 +17,6 @@ from support.buffering import run as limited
 
 from tandem.errors import Deadline, EngineError, StaleWeights, TandemError
 from tandem.rollout.data_state import DataState
-from tandem.rollout.lag_control import LagControl
 from tandem.rollout.source import Batch, RolloutSource
 from tandem.trainer import loop
 from tandem.trainer.pack import StepBatch
@@ -95,7 +94,7 @@ class Scene:
             stop=self.stop,
             reached=lambda step: setattr(self.trainer, "step", step),
             grading=dict,
-            lag_control=LagControl.fixed(2, self.lag),
+            on_policy=self.lag == 0,
         )
         return limited(loop.train(run, state))
 

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.config.sources import exactly
-from tandem.rollout import task_sampler
 from tandem.rollout.data_state import Draw
 from tandem.rollout.measure import Solved
 from tandem.rollout.mixture import MixtureSchedule
@@ -128,15 +127,6 @@ def test_streams_of_one_environment_are_told_apart() -> None:
 @pytest.mark.parametrize("number", [0.1, 1e-07, 3.0, 0.29])
 def test_numbers_are_read_as_they_are_written(number: float) -> None:
     assert exactly(number) == Fraction(str(number))
-
-
-@pytest.mark.parametrize("count", [1, 2, 9, 1000, 4097])
-def test_tasks_that_no_list_holds_each_come_once_an_epoch(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_sampler, "_LISTED", 0)
-    only = runner("sums", count=count)
-    epochs = [[only.place(Draw("sums", count * epoch + place)) for place in range(count)] for epoch in range(2)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(count))] * 2
-    assert count < 9 or epochs[0] != epochs[1] != sorted(epochs[1])
 
 
 def test_a_sequence_of_tasks_may_be_as_long_as_python_allows() -> None:

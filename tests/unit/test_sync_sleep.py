@@ -236,7 +236,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "by name": ({"engine": asleep(), "sync": "hotswap", "trainable": "lora"}, "goes with sync: broadcast alone"),
     "ended anyway": ({"engine": asleep(), "sync": "restart", "max_lag": 2}, "goes with sync: broadcast alone"),
     "beside training": ({"engine": asleep(), "max_lag": 1}, "set max_lag to 0"),
-    "as it comes": ({"engine": asleep(), "max_lag": "auto"}, "set max_lag to 0"),
     "elsewhere": ({"engine": asleep(devices=["1"])}, "releases nothing that the trainer could use"),
 }
 

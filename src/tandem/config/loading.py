@@ -25,7 +25,6 @@ from tandem.config.sections import (
     Distributed,
     Evaluate,
     GradingOptions,
-    LagControlOptions,
     Replay,
     Reroll,
     Teacher,
@@ -76,11 +75,8 @@ class RunConfig:
     """Groups (tasks) trained on in one step."""
     group_size: int = 8
     """Answers sampled per task."""
-    max_lag: int | Literal["auto"] = 0
-    """Most steps by which the weights that sampled a token may be older than those it trains; 0 is on-policy, and auto
-    chooses within lag_control by which of the two waits for the other."""
-    lag_control: LagControlOptions = field(default_factory=LagControlOptions)
-    """What max_lag: auto may do."""
+    max_lag: int = 0
+    """Most steps by which the weights that sampled a token may be older than those it trains; 0 is on-policy."""
     sampling: Sampling = field(default_factory=Sampling)
     """How training answers are sampled."""
     truncated: Literal["keep", "mask", "penalise"] = "keep"
@@ -205,8 +201,8 @@ class RunConfig:
             envs=((wrong := fault(self.env, self.envs)) is None, wrong or ""),
             rewards=(not (self.envs and self.rewards), "given in each entry of envs, which has rewards of its own"),
             max_lag=(
-                self.max_lag >= (self.broker is not None) if isinstance(self.max_lag, int) else self.broker is None,
-                "at least 1 with broker, and not auto" if self.broker else "at least 0, or auto",
+                self.max_lag >= (self.broker is not None),
+                "at least 1 with broker" if self.broker else "at least 0",
             ),
             old_logprobs=(
                 self.old_logprobs == "recomputed" or not any(c.needs_recomputed for c in self.corrections),
@@ -242,11 +238,6 @@ class RunConfig:
         """True if some option says which GPUs train or sample."""
         engine: Any = self.engine
         return self.ranks is not None or getattr(engine, "replicas", 1) > 1 or bool(getattr(engine, "devices", ()))
-
-    @property
-    def most_lag(self) -> int:
-        """Most steps by which a trained token's weights may be older; with max_lag: auto those of its budget."""
-        return self.lag_control.max_lag if self.max_lag == "auto" else self.max_lag
 
     @property
     def sources(self) -> Mapping[str, EnvSource]:
@@ -307,7 +298,6 @@ class RunConfig:
             (self.dtype == "float32", ("optimizer.gradients",), "dtype: float32 gives float32 gradients"),
             # null is as many as a launcher starts; defaults are let be: a run of several ranks may go on as one
             (self.ranks == 1 and divides, ("distributed",), "the trainer is one process"),
-            (self.max_lag != "auto", ("lag_control",), "it is read by max_lag: auto alone"),
             (self.truncated != "penalise", ("truncated_penalty",), "it is read by truncated: penalise alone"),
             (finishes, ("sync.in_flight",), "with max_lag: 0 no request is in flight when weights change"),
             (self.max_lag != 0, ("on_policy_tail",), "with max_lag above 0 answers go on while a step is trained"),

@@ -94,16 +94,6 @@ class GradingOptions(Bounded):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LagControlOptions(Bounded):
-    """Limits of max_lag: auto: how far off-policy it may go to keep engine and trainer busy."""
-
-    ess_floor: float = bounded(0.8, below=1)
-    """Least effective sample size of the ratios to the sampler, as a share of a step's tokens; below it, less lag."""
-    max_lag: int = bounded(4, least=1)
-    """Most steps by which the weights that sampled a token may be older than those it trains."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Replay(Bounded):
     """Groups that had signal, trained again in the place of those that have none."""
 

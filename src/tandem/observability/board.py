@@ -89,7 +89,7 @@ def settings(config: Mapping[str, Json]) -> list[str]:
     kinds = [envs, *(kind(config.get(name)) for name in ("trainable", "sync"))]
     shape = f"{config['groups_per_step']} × {config['group_size']} a step" if "groups_per_step" in config else ""
     most = config.get("max_lag")
-    lag = "" if not most else "lag auto" if most == "auto" else f"lag ≤ {most}"
+    lag = f"lag ≤ {most}" if most else ""
     return [text for text in (str(config.get("model", "")).rpartition("/")[2], *kinds, shape, lag) if text]
 
 

@@ -30,7 +30,6 @@ from tandem.rollout.buffer_options import BufferOptions
 from tandem.rollout.data_state import DataState, Draw
 from tandem.rollout.entry import Entry, EntryState
 from tandem.rollout.group_runner import PostprocessRewards
-from tandem.rollout.lag_control import LagControl
 from tandem.rollout.mixture import EnvMixture
 from tandem.rollout.oversampling import MOST, SignalForecast
 from tandem.rollout.replay import ReplayBuffer
@@ -63,11 +62,8 @@ class RolloutBuffer:
     """Last word on a group's rewards."""
     on_drop: Callable[[str, Group], None]
     """Called with a dropped group and why: zero_variance, stale or failed; surplus ones are only counted."""
-    lag_control: LagControl | None = None
-    """How far sampling is ahead of training now; None: always as far as ``options`` allow."""
     on_event: OnEvent = lambda name, fields: None
     """Called when a group is replayed, a task is drawn again, or a zero-variance group is kept."""
-    _lag_control: LagControl = field(init=False)
     _by_name: dict[str, EnvRunner] = field(init=False)
     _mixture: EnvMixture = field(init=False)
     _sampler: TaskSampler = field(init=False)
@@ -88,7 +84,6 @@ class RolloutBuffer:
         options = self.options
         self._by_name = {runner.name: runner for runner in self.runners}
         self._mixture = EnvMixture(self.runners, options.groups_per_step, options.max_dropped_batches)
-        self._lag_control = self.lag_control or LagControl.fixed(options.groups_per_step, options.ahead)
         self._sampler = TaskSampler(self.runners, options.steps, options.reroll, options.curriculum, self._rerolled)
         self._replay = ReplayBuffer(options.replay)
         self._forecast = SignalForecast(options.oversample)
@@ -217,12 +212,9 @@ class RolloutBuffer:
         # Batches that were taken and are being trained hold all the slots that were theirs.
         in_play = Counter(entry.draw.env for entry in self._entries if entry.state is not EntryState.TAKEN)
         slots: list[tuple[str, int]] = []
-        size = self.options.groups_per_step
-        last = self._freed + self._lag_control.lag
+        last = self._freed + self.options.ahead
         for batch in range(self._taken, last + 1):
-            # Of the last batch, only as many places as sampling may be ahead.
-            short = self._lag_control.lag * size - self._lag_control.ahead if batch == last else 0
-            slots += [(env, batch) for env in self._mixture.batch(batch)[: size - short]]
+            slots += [(env, batch) for env in self._mixture.batch(batch)]
         slots += [(env, last) for env in self._oversampled(Counter(env for env, _ in slots))]
         free = []
         for env, batch in slots:
@@ -235,7 +227,7 @@ class RolloutBuffer:
     def _oversampled(self, places: Mapping[str, int]) -> list[str]:
         """Environments of the groups in flight beyond an environment's places, since some will have no signal."""
         ready = Counter(entry.draw.env for entry in self._entries if entry.state is EntryState.READY)
-        on_policy, extra = self._lag_control.ahead == 0, list[str]()
+        on_policy, extra = self.options.ahead == 0, list[str]()
         for env, count in places.items():
             wanted = count - ready[env]
             groups = self._forecast.groups(env, wanted, most=MOST * count, on_policy=on_policy)
@@ -249,12 +241,12 @@ class RolloutBuffer:
         entry.become(EntryState.RUNNING)
         try:
             task, id = runner.of(entry.draw)
-            with self._lag_control.playing():
+            with self._metrics.playing():
                 group = await runner.group_runner.run(
                     task, id=id, index=entry.index, size=options.group_size, sampling=options.sampling
                 )
             entry.score(self.postprocess_rewards(group))
-            if self.options.on_policy_tail == "abort" and self._lag_control.ahead == 0:
+            if self.options.on_policy_tail == "abort" and self.options.ahead == 0:
                 self._cut_tail()
             if not self._wave_is_out():
                 self._sort_scored()
@@ -268,7 +260,7 @@ class RolloutBuffer:
 
     def _wave_is_out(self) -> bool:
         """True while a wave of on-policy sampling has groups that are still being played."""
-        return self._lag_control.ahead == 0 and any(entry.in_flight for entry in self._entries)
+        return self.options.ahead == 0 and any(entry.in_flight for entry in self._entries)
 
     def _cut_tail(self) -> None:
         """End a wave whose first groups fill the batch, whatever became of the others.

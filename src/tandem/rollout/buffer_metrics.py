@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from tandem.metrics import Histogram, Sum, Value, merge
 from tandem.rollout.buffer_options import BufferOptions
@@ -16,8 +18,12 @@ from tandem.types import Group
 class BufferMetrics:
     """Counters of a rollout buffer since its metrics were last collected."""
 
+    clock: Callable[[], float] = staticmethod(time.monotonic)
+
     def __init__(self, options: BufferOptions, runners: Mapping[str, EnvRunner]) -> None:
         self._options, self._runners = options, runners
+        self._playing = 0
+        self._idle_since = self.clock()
         self._reset()
 
     def _reset(self) -> None:
@@ -32,6 +38,24 @@ class BufferMetrics:
         self.tokens_dropped = 0
         """Sampled tokens of groups that were dropped."""
         self._measured: list[Mapping[str, Value]] = []
+        self._idle = 0.0
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """Around the playing of each group: while there is none, the engine is idle."""
+        self._count_idle()
+        self._playing += 1
+        try:
+            yield
+        finally:
+            self._count_idle()
+            self._playing -= 1
+
+    def _count_idle(self) -> None:
+        now = self.clock()
+        if not self._playing:
+            self._idle += now - self._idle_since
+        self._idle_since = now
 
     def count(self, draw: Draw, group: Group) -> None:
         """Count a group once: with the step that takes or drops it, for however long it waited."""
@@ -48,6 +72,8 @@ class BufferMetrics:
     def collect(self) -> Mapping[str, Value]:
         """The metrics; counting begins anew."""
         options = self._options
+        self._count_idle()
+        idle = {"engine/idle_seconds": Sum(self._idle)}
         reasons = ("zero_variance", "stale", "failed", "surplus")
         drops = {f"groups/dropped_{reason}": Sum(float(self.dropped[reason])) for reason in reasons}
         drops["tokens/dropped"] = Sum(float(self.tokens_dropped))
@@ -61,6 +87,6 @@ class BufferMetrics:
         reused: dict[str, Value] = {f"groups/{name}": Sum(float(self.reused[name])) for name in counted}
         if self.ages:
             reused["replay/age"] = Histogram(tuple(self.ages))
-        metrics = merge([*self._measured, drops, taken, reused])
+        metrics = merge([*self._measured, idle, drops, taken, reused])
         self._reset()
         return metrics

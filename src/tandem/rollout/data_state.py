@@ -13,16 +13,14 @@ from tandem.types import Group, Json
 
 
 class Draw(NamedTuple):
-    """A drawn task of an environment: by its place in the shuffled epochs, or as a curriculum chose it."""
+    """A drawn task of an environment, by its place in the shuffled epochs."""
 
     env: str
     """The environment's name in the run."""
     number: int
-    """Tasks of the environment drawn before it."""
+    """Tasks of the environment before it, those that a curriculum left out included."""
     again: int = 0
     """Times that it was drawn again because it was unsolved."""
-    task: int | None = None
-    """The task's place in the environment, where a curriculum chose it."""
 
 
 class TasksMark(NamedTuple):
@@ -52,7 +50,7 @@ class DataState:
     taken: int = 0
     """Batches handed out so far."""
     drawn: Mapping[str, int] = field(default_factory=dict)
-    """Tasks drawn so far of each environment, by its name."""
+    """Tasks so far of each environment, by its name; those that a curriculum left out included."""
     admitted: int = 0
     """Groups admitted so far, repeats of stale ones included."""
     again: tuple[Draw, ...] = ()

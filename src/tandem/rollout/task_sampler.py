@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 
@@ -26,21 +25,10 @@ _EPOCHS = 4
 """Orders that are remembered: tasks of earlier epochs may come again beside those of this one."""
 _MARKED = 256
 """Tasks of an environment that its mark is of, evenly over all: a lazy sequence makes no more for it."""
-
 _LISTED = 10_000_000
-"""Tasks of which a whole order is kept; one of more, which are made on access, would fill the memory."""
-
-
-def _shuffled(place: int, count: int, seed: str) -> int:
-    """Where a place goes in a shuffle of so many that no list holds: a Feistel network of four rounds."""
-    half = (count.bit_length() + 1) // 2
-    while True:
-        left, right = place >> half, place & ((1 << half) - 1)
-        for turn in range(4):
-            left, right = right, left ^ random.Random(f"{seed}/{turn}/{right}").getrandbits(half)
-        place = left << half | right
-        if place < count:  # else it goes on from there, and comes back in the end
-            return place
+"""Tasks that are shuffled; of more, which are made on access, each is drawn by itself: one hardly comes twice."""
+_TRIES = 1000
+"""Tasks that a curriculum may leave out one after the other; then the next one comes, whatever its weight."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,14 +65,14 @@ class TaskOrder:
     def of(self, draw: Draw) -> tuple[Task, str]:
         """The task of a draw and the id of its group.
 
-        Every epoch is one shuffle of all tasks, fixed by the seed, and a group's visit is the epoch. What a curriculum
-        chose is visited once in every draw. Tasks that come again have their count behind it.
+        Every epoch is one shuffle of all tasks, fixed by the seed, and a group's visit is the epoch. Tasks that come
+        again have their count behind it.
 
         Raises:
             EnvError: the environment's sequence of tasks fails to make this one.
         """
         task = self._task(self.place(draw))
-        visit = draw.number // len(self.tasks) if draw.task is None else draw.number
+        visit = draw.number // len(self.tasks)
         return task, f"{self.label}{task.id}@{visit}{f'.{draw.again}' if draw.again else ''}"
 
     def _task(self, place: int) -> Task:
@@ -97,11 +85,9 @@ class TaskOrder:
 
     def place(self, draw: Draw) -> int:
         """Place of a draw's task among all of them."""
-        if draw.task is not None:
-            return draw.task
         epoch, place = divmod(draw.number, len(self.tasks))
         if len(self.tasks) > _LISTED:
-            return _shuffled(place, len(self.tasks), f"{self.seed}/{self.label}{epoch}")
+            return random.Random(f"{self.seed}/{self.label}{draw.number}").randrange(len(self.tasks))
         if epoch not in self._orders:
             order = list(range(len(self.tasks)))
             random.Random(f"{self.seed}/{self.label}{epoch}").shuffle(order)
@@ -124,84 +110,6 @@ class EnvRunner(TaskOrder):
     """Least share of the groups, whatever the weights."""
 
 
-class CurriculumSchedule:
-    """Order of an environment's tasks by a curriculum.
-
-    Epochs in which some tasks come more often than others: a task of weight w is due 1 / w epochs after it was due
-    last, and comes up to half an epoch sooner or later, so that it meets others each time. If all weights are 1, every
-    epoch is one shuffle of all tasks; a task of weight 1/20 comes in one of twenty. Turns are spread more evenly than
-    lots, and so is the gradient. A task that is being played does not come until that is over.
-    """
-
-    def __init__(self, runner: EnvRunner, curriculum: Curriculum) -> None:
-        """Nothing was played yet."""
-        self._runner, self._curriculum = runner, curriculum
-        self._seen: dict[int, TaskHistory] = {}
-        self._held: Counter[int] = Counter()
-        self._turns: list[tuple[float, int]] = []
-        self._next: dict[int, tuple[float, float]] = {}
-        self._now = 0.0
-
-    def open(self, seen: Mapping[int, TaskHistory]) -> None:
-        """What is known from before."""
-        self._seen, self._held = dict(seen), Counter()
-        self._now = max((history.at for history in seen.values()), default=0.0)
-        self._next = {place: self._turn(place) for place in range(len(self._runner.tasks))}
-        self._turns = sorted((turn, place) for place, (turn, _) in self._next.items() if turn < math.inf)
-
-    @property
-    def seen(self) -> Mapping[int, TaskHistory]:
-        """What came of each task that was drawn, by its place."""
-        return dict(sorted(self._seen.items()))
-
-    def draw(self, number: int) -> int:
-        """Place of the task whose turn it is; ``number`` counts draws."""
-        due = self._now
-        while self._turns:
-            turn, place = heapq.heappop(self._turns)
-            if place in self._next and self._next[place][0] == turn:  # else it has another turn by now, or is held
-                # One that was held for long does not make up for what it missed.
-                due = max(self._next[place][1], self._now - 1.0)
-                break
-        else:  # fewer tasks than places, or none of them has a weight
-            lot = random.Random(f"{self._runner.seed}/{self._runner.label}{number}/agenda")
-            place = lot.randrange(len(self._runner.tasks))
-        self._now = max(self._now, due)
-        self._seen[place] = self._seen.get(place, TaskHistory())._replace(at=due)
-        return place
-
-    def note(self, place: int, solved: int, answers: int) -> None:
-        """A group of a task was scored."""
-        self._seen[place] = self._seen.get(place, TaskHistory()).after(SolveCount(solved, answers))
-
-    def hold(self, place: int) -> None:
-        """A task is being played."""
-        self._held[place] += 1
-        self._next.pop(place, None)
-
-    def free(self, place: int) -> None:
-        """It no longer is."""
-        self._held[place] -= 1
-        if not self._held[place]:
-            self._next[place] = self._turn(place)
-            if self._next[place][0] < math.inf:
-                heapq.heappush(self._turns, (self._next[place][0], place))
-
-    def _turn(self, place: int) -> tuple[float, float]:
-        """When a task comes and when it is due, by what is known of it alone."""
-        task, seen = self._runner.tasks[place], self._seen.get(place, TaskHistory())
-        returned: object = self._curriculum.weight(task, seen)
-        weight = float(returned) if isinstance(returned, Real) else math.nan
-        if not 0.0 <= weight < math.inf:
-            raise EnvError(f"the curriculum gave task {task.id} the weight {returned}; it must be finite, 0 or more")
-        if not weight:
-            return math.inf, math.inf
-        gap = 1.0 / weight
-        due = seen.at + gap if place in self._seen else 0.5
-        lot = random.Random(f"{self._runner.seed}/{self._runner.label}{place}/{seen.played}").random()
-        return due + (lot - 0.5) * min(1.0, gap), due
-
-
 class TaskSampler:
     """The next task of each environment; what is drawn depends on the scored groups and their order alone."""
 
@@ -217,40 +125,33 @@ class TaskSampler:
         self._runners = {runner.name: runner for runner in runners}
         self._from = reroll.start_fraction * steps if reroll.start_fraction < 1 else None
         self._max_rerolls, self._on_reroll = reroll.max_groups, on_reroll
-        named = self._runners.items()
-        self._schedules = {name: CurriculumSchedule(runner, curriculum) for name, runner in named if curriculum}
+        self._curriculum = curriculum
+        self._seen: dict[str, dict[int, TaskHistory]] = {}
+        self._held: Counter[tuple[str, int]] = Counter()
         self._drawn: Counter[str] = Counter()
         self._again: list[Draw] = []
         self._unsolved: dict[tuple[str, str], Draw] = {}
         self._rerolled: list[int] = []
 
     def open(self, data_state: DataState) -> None:
-        """Go on where ``data_state`` stands.
-
-        Raises:
-            EnvError: a curriculum has chosen tasks that are not there any more.
-        """
+        """Go on where ``data_state`` stands."""
         for name, mark in data_state.tasks.items():
             if name in self._runners:
-                self._compare(self._runners[name], mark, data_state.seen.get(name, {}))
+                self._compare(self._runners[name], mark)
         self._drawn, self._again = Counter(data_state.drawn), list(data_state.again)
         self._unsolved = {self._key(draw): draw for draw in data_state.unsolved}
         self._rerolled = list(data_state.rerolled)
-        for name, schedule in self._schedules.items():
-            schedule.open(data_state.seen.get(name, {}))
+        self._seen = {name: dict(seen) for name, seen in data_state.seen.items()}
         for draw in (*data_state.again, *(draw for draw, group in data_state.ready if not group.replayed)):
             self._hold(draw)
 
     @staticmethod
-    def _compare(runner: EnvRunner, before: TasksMark, seen: Mapping[int, TaskHistory]) -> None:
-        """Tell of tasks that were changed since the checkpoint; refuse those in which the curriculum's places lack."""
+    def _compare(runner: EnvRunner, before: TasksMark) -> None:
+        """Tell of tasks that were changed since the checkpoint."""
         if runner.mark == before:
             return
         counts = f"{before.number} then, {runner.mark.number} now"
         changed = f"environment {runner.name}: its tasks are not those that the checkpoint was written with ({counts})"
-        if any(place >= runner.mark.number for place in seen):
-            gone = "and some that the curriculum chose are gone; put its data back, or start a new run"
-            raise EnvError(f"{changed}, {gone}")
         again = "some of this epoch may come twice or not at all; put its data back to go on with the run as begun"
         log.warning("%s: %s", changed, again)
 
@@ -261,7 +162,7 @@ class TaskSampler:
             again=tuple(self._again),
             unsolved=tuple(self._unsolved.values()),
             rerolled=tuple(self._rerolled),
-            seen={name: schedule.seen for name, schedule in self._schedules.items()},
+            seen={name: dict(sorted(seen.items())) for name, seen in self._seen.items()},
             tasks={name: runner.mark for name, runner in self._runners.items()},
         )
 
@@ -287,8 +188,9 @@ class TaskSampler:
     def scored(self, draw: Draw, group: Group) -> None:
         """A group was scored: note what its task did."""
         solved, answers = sum(map(self._runners[draw.env].solved, group.scored)), len(group.scored)
-        if draw.env in self._schedules and answers:
-            self._schedules[draw.env].note(self._place(draw), solved, answers)
+        if self._curriculum is not None and answers:
+            seen, place = self._seen.setdefault(draw.env, {}), self._place(draw)
+            seen[place] = seen.get(place, TaskHistory()).after(SolveCount(solved, answers))
         if self._from is not None:
             self._unsolved.pop(self._key(draw), None)
             if answers > 1 and not solved and group.zero_variance:
@@ -296,8 +198,8 @@ class TaskSampler:
 
     def over(self, draw: Draw) -> None:
         """A group was trained or dropped: a curriculum may choose its task again."""
-        if draw.env in self._schedules:
-            self._schedules[draw.env].free(self._place(draw))
+        if self._curriculum is not None:
+            self._held[draw.env, self._place(draw)] -= 1
 
     def taken(self, batches: int) -> None:
         """So many batches are complete."""
@@ -316,13 +218,28 @@ class TaskSampler:
         return None
 
     def _new(self, env: str) -> Draw:
-        number = self._drawn[env]
-        self._drawn[env] += 1
-        return Draw(env, number, task=self._schedules[env].draw(number) if self._schedules else None)
+        for _ in range(_TRIES):
+            draw = Draw(env, self._drawn[env])
+            self._drawn[env] += 1
+            if self._curriculum is None or self._comes(draw, self._curriculum):
+                break
+        return draw
+
+    def _comes(self, draw: Draw, curriculum: Curriculum) -> bool:
+        """Whether a task has its turn in an epoch: with a chance that is its weight, and not while it is played."""
+        runner, place = self._runners[draw.env], self._place(draw)
+        if self._held[draw.env, place]:
+            return False
+        task, _ = runner.of(draw)
+        returned: object = curriculum.weight(task, self._seen.get(draw.env, {}).get(place, TaskHistory()))
+        weight = float(returned) if isinstance(returned, Real) else math.nan
+        if not 0.0 <= weight <= 1.0:
+            raise EnvError(f"the curriculum gave task {task.id} the weight {returned}; it must be from 0 to 1")
+        return random.Random(f"{runner.seed}/{runner.label}{draw.number}/curriculum").random() < weight
 
     def _hold(self, draw: Draw) -> None:
-        if draw.env in self._schedules:
-            self._schedules[draw.env].hold(self._place(draw))
+        if self._curriculum is not None:
+            self._held[draw.env, self._place(draw)] += 1
 
     def _place(self, draw: Draw) -> int:
         return self._runners[draw.env].place(draw)

@@ -253,10 +253,9 @@ async def _assemble(
     await checkpoints.restore(state)
     template = _template(config, policy)
     trained = environments.StepCounter(state.step)
-    lag_control = environments.lag_control(config, state.rate, telemetry)
     teacher = await stack.enter_async_context(_teacher(config, policy, template))
     runners = playing.runners(engine, template, tasks.get("train", {}), teacher)
-    source = environments.rollout_source(config, folder, policy, engine, runners, trained, telemetry, lag_control)
+    source = environments.rollout_source(config, folder, policy, engine, runners, trained, telemetry)
     run = loop.RunParts(
         steps=config.steps,
         policy=policy,
@@ -272,7 +271,7 @@ async def _assemble(
         stop=stop,
         reached=trained.advance,
         grading=playing.metrics,
-        lag_control=lag_control,
+        on_policy=config.max_lag == config.sync.behind,
     )
     return run, state
 

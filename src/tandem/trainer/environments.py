@@ -29,7 +29,6 @@ from tandem.rollout.buffer import RolloutBuffer
 from tandem.rollout.buffer_options import BufferOptions
 from tandem.rollout.demonstrations import Demonstrator, WarmStartSource
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
-from tandem.rollout.lag_control import LagControl, LagController, RateState
 from tandem.rollout.measure import Solved
 from tandem.rollout.mixture import MixtureSchedule
 from tandem.rollout.source import RolloutSource
@@ -229,20 +228,6 @@ class StepCounter:
         return self.step
 
 
-def lag_control(config: RunConfig, state: RateState | None, telemetry: Telemetry) -> LagControl:
-    """Controller of how far sampling may be ahead of training; ``state`` is that of a resumed run's controller."""
-    ahead = config.most_lag - config.sync.behind
-    if config.max_lag != "auto":
-        return LagControl.fixed(config.groups_per_step, ahead)
-    budget = LagController(
-        groups_per_step=config.groups_per_step,
-        most=ahead * config.groups_per_step,
-        # With a grammar ess also tells how far that is from the policy.
-        ess_floor=0.0 if config.sampling.regex else config.lag_control.ess_floor,
-    )
-    return LagControl.auto(budget, state, lambda change: telemetry.event("lag_changed", **change))
-
-
 def postprocess(config: RunConfig) -> PostprocessRewards:
     """Postprocessing of a group's rewards, as the recipe says."""
     return penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else keep_rewards
@@ -296,7 +281,6 @@ def rollout_source(
     runners: Sequence[EnvRunner],
     trained: StepCounter,
     telemetry: Telemetry,
-    lag_control: LagControl,
 ) -> RolloutSource:
     """Where groups come from: a broker if the recipe names one, else what is played here."""
     if config.broker is None:
@@ -306,7 +290,6 @@ def rollout_source(
             version=trained.current,
             postprocess_rewards=postprocess(config),
             on_drop=dropped(config, trained, telemetry),
-            lag_control=lag_control,
             on_event=lambda name, fields: telemetry.event(name, **fields),
         )
     # A run without a broker loads nothing of it.
@@ -330,7 +313,7 @@ def _buffer_options(config: RunConfig) -> BufferOptions:
     return BufferOptions(
         groups_per_step=config.groups_per_step,
         group_size=config.group_size,
-        max_lag=config.most_lag,
+        max_lag=config.max_lag,
         behind=config.sync.behind,
         drop_zero_variance=drops,
         oversample=config.oversample if drops else "off",

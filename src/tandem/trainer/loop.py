@@ -33,7 +33,6 @@ from tandem.model.policy import Policy
 from tandem.observability import trace
 from tandem.observability.emit import Telemetry
 from tandem.observability.watchdog import deadline_in
-from tandem.rollout.lag_control import LagControl
 from tandem.rollout.source import Batch, RolloutSource
 from tandem.together import unless
 from tandem.trainer.checkpoint import Checkpoints
@@ -82,8 +81,8 @@ class RunParts:
     """Called with each step that training has reached; lag is measured from it."""
     grading: Callable[[], Mapping[str, Value]]
     """Metrics of the graders since the last call."""
-    lag_control: LagControl
-    """How far sampling may be ahead."""
+    on_policy: bool
+    """No answer is sampled while a step is trained."""
 
 
 async def train(run: RunParts, state: TrainerState) -> TrainerState:
@@ -112,14 +111,13 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
             packed = await run.step.packed(pack, batch.groups, state.step)
             stats = await run.step.forward_backward(packed, partial(_request_early, run, weight_sync, step, free_slots))
             run.reached(step)
-            # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
-            metrics = [run.lag_control.step(step, stats.metrics), buffer.metrics(), run.grading()]
+            metrics = [buffer.metrics(), run.grading()]
             async with _commit(run, weight_sync, state, batch, packed, free_slots) as commit:
                 metrics.append(await run.step.apply(step, packed, stats))
             published = commit.published
             assert published is not None
             metrics.append(commit.metrics())
-            state = state.advanced(packed.num_loss_tokens, published.version, batch.data_state, run.lag_control.state)
+            state = state.advanced(packed.num_loss_tokens, published.version, batch.data_state)
             await rollouts.begin(step, packed, stats)
             _emit(run, state, packed, stats, metrics, begun, published)
             await run.checkpoints.check()
@@ -140,7 +138,7 @@ def _request_early(
     run: RunParts, weight_sync: WeightSyncSession, step: int, free_slots: Callable[[], None] | None
 ) -> None:
     """On policy, have the next requests wait at the engine for this step's weights while the device computes them."""
-    if free_slots is not None and run.lag_control.on_policy:
+    if free_slots is not None and run.on_policy:
         weight_sync.accept_requests_for(step, free_slots)
 
 
@@ -176,7 +174,7 @@ async def _commit(
         if not await weight_sync.trained.finite():
             error.args = (f"{error}. The policy itself holds NaN or infinities: it is not saved",)
             raise
-        reached = state.advanced(packed.num_loss_tokens, version, batch.data_state, run.lag_control.state)
+        reached = state.advanced(packed.num_loss_tokens, version, batch.data_state)
         await run.checkpoints.save(reached)
         folder = run.checkpoints.folder.parent
         again = f"To go on, with engines started anew and proven: {command('train', folder)}"
@@ -249,7 +247,7 @@ def _emit(
 async def _next_batch(run: RunParts, buffer: RolloutSource, state: TrainerState) -> Batch | None:
     """The next batch; None if the run is to stop. A run that gets none any more is saved: nothing else is under way."""
     try:
-        with trace.span("seconds/wait"), run.lag_control.waiting():
+        with trace.span("seconds/wait"):
             return await _unless_stopped(run, buffer.take())
     except TandemError as error:
         late = deadline_in(error)

@@ -225,7 +225,7 @@ class Planner:
         ]
         return MemoryPlan(
             lines=tuple(line for line in lines if line.bytes),
-            overlap=config.most_lag > 0,
+            overlap=config.max_lag > 0,
             machine=self.machine,
             beside=self.beside,
         )
@@ -354,7 +354,7 @@ class Planner:
     def _cache_line(self, config: RunConfig) -> MemoryLine:
         """Keys, values and logits of the embedded engine."""
         text: Any = self.model_config.get_text_config()
-        rows = config.groups_per_step * config.group_size * (config.most_lag + 1)
+        rows = config.groups_per_step * config.group_size * (config.max_lag + 1)
         rows = getattr(config.engine, "max_rows", None) or rows
         query_heads = getattr(text, "num_attention_heads", None) or 1
         heads = getattr(text, "num_key_value_heads", None) or query_heads

@@ -88,11 +88,10 @@ def _check_lag(config: RunConfig) -> None:
         UnsupportedPair: says what can.
     """
     behind = config.sync.behind
-    option = "lag_control.max_lag" if config.max_lag == "auto" else "max_lag"
-    if config.most_lag < behind:
-        instead = f"set {option} to {behind} at least, or sync.every to {config.most_lag + 1} at most"
+    if config.max_lag < behind:
+        instead = f"set max_lag to {behind} at least, or sync.every to {config.max_lag + 1} at most"
         raise UnsupportedPair(f"sync.every: {behind + 1} leaves the engine {behind} steps behind the policy; {instead}")
-    if config.most_lag and getattr(config.engine, "sleep", 0):
+    if config.max_lag and getattr(config.engine, "sleep", 0):
         raise UnsupportedPair("engine.sleep samples nothing while a step is trained; set max_lag to 0, or leave it out")
     if config.broker is not None and (saved := config.checkpoint.save) != "all":
         raise UnsupportedPair(f"checkpoint: {saved} with a broker, which would serve groups again; set it to all")

@@ -27,7 +27,7 @@ def engine_requirements(config: RunConfig, folder: Path | None, *, restored: int
         rank=getattr(config.trainable, "rank", 0),
         targets=_adapted(config),
         capability=config.sync.capability,
-        versions=config.most_lag + 2,
+        versions=config.max_lag + 2,
         answers=-(-config.groups_per_step * config.group_size // _engines(config)),
         seed=config.seed,
         router_replay=config.router_replay,

@@ -11,7 +11,6 @@ import msgspec
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
 from tandem.rollout.data_state import DataState
-from tandem.rollout.lag_control import RateState
 from tandem.types import Json, PolicyVersion
 
 
@@ -31,8 +30,6 @@ class TrainerState:
     """Digest of everything in the recipe that decides what a step computes."""
     rng: tuple[int, ...] = ()
     """State of torch's generator, for objectives that draw from it."""
-    rate: RateState | None = None
-    """State of the lag controller (max_lag: auto)."""
 
     @classmethod
     def fresh(cls, config: RunConfig) -> Self:
@@ -45,9 +42,7 @@ class TrainerState:
             config_digest=recipes.digest(config),
         )
 
-    def advanced(
-        self, num_tokens: int, version: PolicyVersion, data_state: DataState, rate: RateState | None = None
-    ) -> Self:
+    def advanced(self, num_tokens: int, version: PolicyVersion, data_state: DataState) -> Self:
         """The state after one more step."""
         return dataclasses.replace(
             self,
@@ -55,7 +50,6 @@ class TrainerState:
             version=version,
             tokens_seen=self.tokens_seen + num_tokens,
             data_state=data_state,
-            rate=rate,
         )
 
     def to_json(self) -> dict[str, Json]:

@@ -20,14 +20,12 @@ class SolveCount(NamedTuple):
 
 
 class TaskHistory(NamedTuple):
-    """History of a task: plays, recent solve counts, last draw."""
+    """History of a task: plays and recent solve counts."""
 
     played: int = 0
     """Its groups that were scored."""
     recent: tuple[SolveCount, ...] = ()
     """The last ``RECENT`` of them, oldest first."""
-    at: float = 0.0
-    """When it was drawn last, in epochs: a task of weight 1 comes once in each."""
 
     @property
     def rate(self) -> float | None:
@@ -44,7 +42,7 @@ class Curriculum(Protocol):
     """A frozen dataclass whose fields are its options."""
 
     def weight(self, task: Task, seen: TaskHistory) -> float:
-        """How often this task comes in an epoch, in the long run: 1 is once, 0 never again; it is finite.
+        """Share of the epochs in which this task comes: 1 is all of them, 0 none.
 
-        A pure function of its arguments: it is called after each play of the task, and again when a run is resumed.
+        A pure function of its arguments: it is called whenever it is the task's turn.
         """
