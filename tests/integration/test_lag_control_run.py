@@ -10,7 +10,6 @@ from typing import Any
 
 from tandem.config import loading as config
 from tandem.trainer import assemble as run
-from tandem.trainer import digests
 
 MOST = 2
 GROUPS = 2
@@ -61,7 +60,6 @@ def test_the_lag_is_told_held_within_the_budget_and_gone_on_with(tiny_model: Pat
     saved = json.loads(state.read_text())
     saved["rate"] = {"ahead": MOST * GROUPS, "settling": 9, "why": "ess"}  # it stays there for the steps to come
     state.write_text(json.dumps(saved))
-    digests.write(state.parent)
     asyncio.run(run.train(dataclasses.replace(run_config, steps=8), resume=folder))
     measured = [row["metrics"] for row in lines(folder / "metrics.jsonl")]
     assert [row["lag_control/groups_ahead"] for row in measured[4:]] == [MOST * GROUPS] * 4

@@ -102,23 +102,19 @@ def run_boxes(state: Tensor, start: int, shape: tuple[int, ...], *, is_written: 
 # Writing
 
 
-def write(folder: Path, shares: Sequence[StateShare], rank: int) -> list[Path]:
-    """Write a rank's shares, on disk when it returns; its files, whose names are no other rank's.
+def write(folder: Path, shares: Sequence[StateShare], rank: int) -> None:
+    """Write a rank's shares, on disk when it returns, to files whose names are no other rank's.
 
     Raises:
         OSError, SafetensorError: they cannot be written.
     """
-    files: list[Path] = []
     folder.mkdir(parents=True, exist_ok=True)
     written = [(share.name, [box for box in share.boxes if box.is_written]) for share in shares]
     for number in range(MOST_BOXES):  # a file has one rectangle of each state
         shard = MOST_BOXES * rank + number + 1
         parts = list(_parted({name: boxes[number] for name, boxes in written if number < len(boxes)}))
         for index, part in enumerate(parts, 1):
-            file = folder / f"shard-{shard:05d}-model-{index:05d}-of-{len(parts):05d}.safetensors"
-            _write_file(file, part)
-            files.append(file)
-    return files
+            _write_file(folder / f"shard-{shard:05d}-model-{index:05d}-of-{len(parts):05d}.safetensors", part)
 
 
 def _parted(boxes: Mapping[str, Box]) -> Iterator[dict[str, Box]]:

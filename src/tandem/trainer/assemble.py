@@ -33,7 +33,7 @@ from tandem.rollout.teacher import Score, ServedTeacher
 from tandem.rollout.template import Template
 from tandem.trainer import environments, loop, out_of_memory, run_folder, user_code
 from tandem.trainer import memory_plan as memory
-from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
+from tandem.trainer.checkpoint import Checkpoints, restore_weights
 from tandem.trainer.evaluate import Evaluator, held_out
 from tandem.trainer.live import live_policy, model_of, rank_device, reference_of
 from tandem.trainer.pack import Packer
@@ -44,7 +44,7 @@ from tandem.trainer.record import records
 from tandem.trainer.requirements import engine_requirements, started_on_ours
 from tandem.trainer.run_lock import RunLock
 from tandem.trainer.staging import staging_of
-from tandem.trainer.state import TrainerState
+from tandem.trainer.state import TrainerState, checkpoints_in
 from tandem.trainer.step import Step
 from tandem.trainer.world import World
 from tandem.types import Json, PolicyVersion
@@ -115,16 +115,16 @@ async def _train(
             log.warning("%s", doubt)
         if resume:
             run_folder.write_recipe(recipe, folder)  # what this resume changed holds for the next one too
-        steps = saved_steps(folder / "checkpoints")
+        step = max(checkpoints_in(folder / "checkpoints"), default=0)
         if resume:
-            for change in user_code.keep(config, folder, steps[-1] if steps else 0):
+            for change in user_code.keep(config, folder, step):
                 log.warning("%s: the run goes on with it as it is; for the run that was begun, put it back", change)
         info = RunInfo(
             name=folder.name,
             folder=folder,
             steps=config.steps,
             config=recipes.as_json(config),
-            resumed_step=steps[-1] if steps else 0,
+            resumed_step=step,
         )
         alarms = AlarmWatch(info.config)
         with Telemetry(info, config.loggers, alarms, on_step) as telemetry:

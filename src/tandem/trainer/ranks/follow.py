@@ -28,7 +28,7 @@ from tandem.engines.base import EngineRequirements
 from tandem.errors import RankError
 from tandem.model.policy import Policy
 from tandem.observability import vitals
-from tandem.trainer import digests, memory_plan
+from tandem.trainer import memory_plan
 from tandem.trainer.checkpoint import load_states, staged_states
 from tandem.trainer.live import live_policy, reference_of
 from tandem.trainer.pairs import is_cut, ranks_of_engine
@@ -203,7 +203,7 @@ class _Rank:
     async def _save(self, body: Any) -> None:
         """Stage this rank's share, and begin to write it."""
         folder, config = Path(body), self._config
-        writes: list[Callable[[], list[Path]]] = []
+        writes: list[Callable[[], object]] = []
         if self._slices is not None and config.trainable.folder_name == "model":
             write_part = await self._policy.compute(self._slices.stage)
             writes.append(lambda: write_part(folder / config.trainable.folder_name))
@@ -211,18 +211,16 @@ class _Rank:
             rank, hold = self._placement.rank, self._staging.hold
             write_states = await self._policy.compute(staged_states, self._work.stepper, rank, hold)
             writes.append(lambda: write_states(folder))
-        self._writing = asyncio.create_task(self._write(writes, folder), name="checkpoint")
+        self._writing = asyncio.create_task(self._write(writes), name="checkpoint")
 
-    async def _write(self, writes: Sequence[Callable[[], list[Path]]], folder: Path) -> None:
+    async def _write(self, writes: Sequence[Callable[[], object]]) -> None:
         """Write what was staged, and report it; a disk that refuses is the lead's to tell."""
-
-        def written() -> dict[str, str]:
-            return digests.of_files(folder, [file for write in writes for file in write()])
-
+        report = None
         try:
-            report: dict[str, Any] = {"digests": await self._staging.write(written)}
+            for write in writes:
+                await self._staging.write(write)
         except (OSError, SafetensorError) as error:
-            report = {"error": f"{error} (on {socket.gethostname()})"}
+            report = f"{error} (on {socket.gethostname()})"
         except Exception as error:
             await self._follower.fail(error)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -161,17 +161,16 @@ class ManyRanks(World):
         """Have every rank stage its share, this one by ``here``; the others then write theirs."""
         return await (self._all("save", str(folder), here) if self.saves_everywhere else here)
 
-    async def written(self) -> Mapping[str, str]:
-        """Digests of what other ranks have written of the staged checkpoint, once they have.
+    async def written(self) -> None:
+        """Wait until other ranks have written what they staged.
 
         Raises:
             OSError: the disk of one refuses, which is said once none of them writes any more.
         """
         reports = await self.ranks.reports("their files to be written") if self.saves_everywhere else []
-        for rank, report in enumerate(reports, 1):
-            if "error" in report:
-                raise OSError(f"rank {rank}: {report['error']}")
-        return {name: digest for report in reports for name, digest in report["digests"].items()}
+        for rank, error in enumerate(reports, 1):
+            if error is not None:
+                raise OSError(f"rank {rank}: {error}")
 
     @property
     def saves_everywhere(self) -> bool:

@@ -114,7 +114,7 @@ class RankSlices:
             self.send(left, bucket_bytes)
             return 0, error
 
-    def stage(self) -> Callable[[Path], list[Path]]:
+    def stage(self) -> Callable[[Path], None]:
         """Gather this rank's share of whole weights in host memory; what writes it into a model's folder.
 
         Every rank has a file, about as large as the others'; no rank ever has all weights.
