@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig, from_options
 from tandem.config.tree import Branch, Problems, parse, plain
-from tandem.distributed import flight_recorder
 from tandem.distributed.follower import Follower, Handler
 from tandem.distributed.placement import Placement
 from tandem.engines.base import EngineRequirements
@@ -66,7 +65,6 @@ async def follow(config: RunConfig, placement: Placement) -> Path:
                 rank = _Rank(stack, signs, placement, follower)
                 await follower.serve(rank.handlers)
         except RankError as error:
-            flight_recorder.write(placement.rank)
             # What a thread is in may never return; the interpreter would wait for it.
             timer = threading.Timer(GRACE_SECONDS, _leave, (error,))
             timer.daemon = True
@@ -116,7 +114,7 @@ class _Rank:
 
     async def _connect(self, body: Any) -> None:
         place, met = self._placement, self._follower.rendezvous
-        self._parts = await RankParts.join(self._config, met, place.rank, place.local_rank, self.folder)
+        self._parts = await RankParts.join(self._config, met, place.rank, place.local_rank)
         self._stack.callback(self._parts.abort)
 
     async def _weights(self, body: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Self, TypeVar
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
-from tandem.distributed import flight_recorder
 from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.placement import Placement
 from tandem.engines.base import Engine, EngineRequirements, EngineSpec, RankEngine
@@ -72,12 +71,11 @@ class ManyRanks(World):
         loading = stack.enter_async_context(live_policy(config, local_ranks=ranks.world))
         recipe = {"recipe": recipes.dump(config), "folder": str(folder)}
         policy, _ = await ranks.execute("begin", lambda rank: recipe, loading)
-        joining = RankParts.join(config, ranks.rendezvous, 0, 0, folder)
+        joining = RankParts.join(config, ranks.rendezvous, 0, 0)
         parts, _ = await ranks.execute("connect", None, joining)
         stack.callback(parts.abort)
         ranks.on_failure.append(parts.give_up)
         if parts.rendezvous.backend == "nccl":
-            ranks.advice = f"; the last collectives of each rank: {flight_recorder.command(folder / 'logs')}"
             watching = asyncio.create_task(ranks.end_at(parts.fault()), name="NCCL's watchdog")
             stack.callback(watching.cancel)
         return cls(config, policy, ranks, parts, placement)
