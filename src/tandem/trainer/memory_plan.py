@@ -235,7 +235,7 @@ class Planner:
     ) -> MemoryLine:
         """A line; ``each``: every rank that shares this memory has it."""
         on_host = self.machine.is_host or beside
-        times = (self.ranks.local if on_host else self.ranks.per_gpu) if each else 1
+        times = self.ranks.local if each and on_host else 1
         why = f"{times} ranks × {why}" if times > 1 else why
         beside = beside and not self.machine.is_host
         return MemoryLine(name=name, bytes=int(size) * times, why=why, when=when, beside=beside)

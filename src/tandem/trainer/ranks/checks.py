@@ -56,11 +56,10 @@ def check_gpus(config: RunConfig, counts: RankCounts) -> None:
         UnsupportedPair: says how many there are, and what would do.
     """
     local, gpus = counts.local, torch.cuda.device_count() if torch.cuda.is_available() else None
-    if counts.world == 1 or gpus is None or config.distributed.share_gpus:
+    if counts.world == 1 or gpus is None:
         return
     if gpus < local:
-        instead = "lower ranks, or share GPUs, slowly: distributed.share_gpus: true"
-        raise UnsupportedPair(f"ranks: {local} of this machine need as many GPUs, and it has {gpus}; {instead}")
+        raise UnsupportedPair(f"ranks: {local} of this machine need as many GPUs, and it has {gpus}; lower ranks")
     engine: Any = config.engine
     if not has_engines_apart(config) or engine.urls or engine.devices:
         return
@@ -102,7 +101,6 @@ def check_division(config: RunConfig, world: int) -> None:
         ),
         "distributed.shard: weights and this optimizer; choose adamw": cuts_trained and not adamw,
         "distributed.shard: weights and optimizer.precision; leave it out": cuts_trained and precision != "masters",
-        "distributed.shard: weights and distributed.share_gpus; choose shard: states": sharded and divided.share_gpus,
         "distributed.shard: weights and matmul: fp8; leave matmul out": sharded and config.matmul == "fp8",
         "distributed.context_parallel and penalties of sampling; set those to their defaults": (
             shared > 1 and Penalties.of(config.sampling, []) is not None

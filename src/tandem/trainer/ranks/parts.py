@@ -79,7 +79,7 @@ class RankParts:
             distributed: the recipe's section.
             workers: how many neighbouring ranks share an engine, each the slices of a worker; 1: none does.
         """
-        backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" and not distributed.share_gpus else "gloo"
+        backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
         data = replace(rendezvous, backend=backend, name=f"{rendezvous.name}-data")
         group = DataGroup(data, rank, device)  # the first, since it tells this thread its device
         context, context_parallel = None, distributed.context_parallel
