@@ -177,13 +177,6 @@ def test_an_engine_of_its_own_takes_its_share_and_what_it_lends_is_in_it(model_c
     assert (on_a_host["weights"], on_a_host["engine"], on_a_host["loading"]) == (BOTH, 10**9, 2 * BOTH)
 
 
-def test_what_merged_keeps_is_counted_where_it_is(model_config: Any) -> None:
-    for base_on, where in (("device", [False]), ("host", [True])):
-        lora = part("trainable", "lora", rank=2, merged=True, base_on=base_on)
-        plan = planned(recipe(trainable=lora), model_config, CARD)
-        assert [line.beside for line in plan.lines if line.name == "frozen base"] == where
-
-
 def test_replicas_on_other_cards_take_none_of_ours(model_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     sent = recipe(engine=vllm(replicas=2, devices=("1", "2,3")), sync=part("sync", "broadcast"))

@@ -117,7 +117,7 @@ async def _train(
             run_folder.write_recipe(recipe, folder)  # what this resume changed holds for the next one too
         step = max(checkpoints_in(folder / "checkpoints"), default=0)
         if resume:
-            for change in user_code.keep(config, folder, step):
+            for change in user_code.changes(config, folder):
                 log.warning("%s: the run goes on with it as it is; for the run that was begun, put it back", change)
         info = RunInfo(
             name=folder.name,

@@ -47,7 +47,7 @@ OPTIONS = {
     "weights": "a smaller model, or dtype: bfloat16",
     "optimizer": "trainable: lora, optimizer: adamw8bit, or adamw_cpu, whose states are on the host",
     "reference": "reference: null",
-    "frozen base": "trainable.merged: false, or trainable.base_on: host",
+    "frozen base": "trainable.merged: false",
     "activations": "a lower micro_batch_tokens or checkpointing: full",
     "slack": "a lower micro_batch_tokens",
     "gradients": "trainable: lora",
@@ -290,8 +290,7 @@ class Planner:
             why = "the model as it is loaded, before the engine's takes its place"
             lines.append(line("loading", copies, why, "starting", beside=True, each=not cut))
         why = "the adapted layers' own weights, beside the merged ones"
-        kept, kept_on_host = (each // (parts if no_whole else 1) for each in (counts.kept, counts.kept_on_host))
-        lines += [line("frozen base", kept, why), line("frozen base", kept_on_host, why, beside=True)]
+        lines.append(line("frozen base", counts.kept // (parts if no_whole else 1), why))
         if config.reference is not None:
             why, copy = "a second copy of the weights that are trained", self._reference(config)
             if cut and config.trainable.payload == "weights":  # of trained ones a rank has float32 parts
@@ -373,7 +372,7 @@ class Planner:
 
     def _reference(self, config: RunConfig) -> int:
         counts = self.modelled.counts
-        return (counts.kept + counts.kept_on_host) or counts.trainable * _width(config)
+        return counts.kept or counts.trainable * _width(config)
 
     def longest(self, config: RunConfig) -> tuple[int, int]:
         """Tokens of the longest prompt, and of what may follow it."""
@@ -410,7 +409,7 @@ def planner(
     """
     machine = machine or accelerator() or host()
     return Planner(
-        modelled=MetaModel(config, model_config, on_host=machine.is_host),
+        modelled=MetaModel(config, model_config),
         model_config=model_config,
         machine=machine,
         beside=None if machine.is_host else beside or host(),
