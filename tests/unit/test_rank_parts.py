@@ -217,19 +217,6 @@ def test_a_division_of_work_among_ranks_that_nothing_starts_is_refused(
     assert RankCounts.of(load(recipe, [WEIGHTS]).config).world == 2
 
 
-def test_a_division_of_work_is_told_to_be_idle_where_auto_is_one_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
-    divided = load(recipe, ["ranks=auto", WEIGHTS]).config
-    for gpus, idle in (("", True), ("0", True), ("0,1", False)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-        assert ("distributed changes nothing" in RankCounts.of(divided).idle_options(divided)) == idle
-        plain = load(recipe, ["ranks=auto"]).config
-        assert RankCounts.of(plain).idle_options(plain) == ""
-
-
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -107,7 +107,7 @@ class _RecipeCheck:
             ("model", self._model_config, True),
             ("prompts", self._prompts, config.plays),
             ("memory", self._memory, True),
-            ("ranks", self._ranks, counts.world > 1 or bool(counts.idle_options(config))),
+            ("ranks", self._ranks, counts.world > 1),
             ("disk", self._disk, True),
         )
         return {name: question for name, question, is_asked in questions if is_asked}
@@ -117,7 +117,6 @@ class _RecipeCheck:
         from tandem.trainer.ranks import checks
 
         checks.check_config(self._config)
-        self.warnings += filter(None, [self._config.optimizer.doubt()])
         envs = [f"env {name}" for name in self._config.sources]
         several = (None, "envs", "rewards", "corrections", "loggers")
         named = [
@@ -246,8 +245,6 @@ class _RecipeCheck:
         from tandem.trainer.ranks import checks
 
         counts = RankCounts.of(self._config)
-        if idle := counts.idle_options(self._config):
-            return idle
         checks.check_gpus(self._config, counts)
         return str(counts.world)
 

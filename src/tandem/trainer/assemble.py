@@ -111,8 +111,6 @@ async def _train(
     folder = dog.folder = resume or run_folder.new_folder(recipe)
     lock.take(folder)
     with run_folder.reporting(folder), out_of_memory.explained(config), vitals.shown(folder):
-        for doubt in filter(None, (counts.idle_options(config), config.optimizer.doubt())):
-            log.warning("%s", doubt)
         if resume:
             run_folder.write_recipe(recipe, folder)  # what this resume changed holds for the next one too
         step = max(checkpoints_in(folder / "checkpoints"), default=0)

@@ -35,9 +35,3 @@ class RankCounts:
             raise ConfigError(f"distributed changes nothing: {alone}; set ranks, or remove distributed")
         world = max(1, len(visible_accelerators(os.environ))) if config.ranks == "auto" else config.ranks or 1
         return cls(world=world, local=world)
-
-    def idle_options(self, config: RunConfig) -> str:
-        """That options for several ranks change nothing here, where ``ranks: auto`` is one; empty if none is given."""
-        if self.world > 1 or config.distributed == Distributed():
-            return ""
-        return "ranks is 1 here, by a launcher or as auto where no second GPU is visible: distributed changes nothing"
