@@ -31,7 +31,6 @@ from tandem.trainer import memory_plan
 from tandem.trainer.checkpoint import load_states, staged_states
 from tandem.trainer.live import live_policy, reference_of
 from tandem.trainer.pairs import is_cut, ranks_of_engine
-from tandem.trainer.ranks.checks import check_host
 from tandem.trainer.ranks.engines import engine_devices
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.work import RankWork, handlers
@@ -106,7 +105,6 @@ class _Rank:
         tree = parse(body["recipe"], "the lead's recipe", Problems())
         assert isinstance(tree, Branch)
         self._config = config = from_options(plain(tree), (), Path("the lead's recipe")).config
-        check_host(config, place)
         is_bare = is_cut(config)
         loading = live_policy(config, local_rank=place.local_rank, local_ranks=place.local_world_size, bare=is_bare)
         self._policy = await self._stack.enter_async_context(loading)
