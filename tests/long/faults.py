@@ -362,7 +362,6 @@ async def way(engine: Any, name: str, model: Path, folder: Path, dtype: str, *, 
     options: dict[str, Any] = {
         "model": str(model), "steps": 1, "env": "arithmetic", "dtype": dtype, "threads": 1, "compile": False,
         "trainable": TRAINABLES[what], "sync": SYNCS[how], "engine": "vllm", "ranks": ranks // pairs,
-        "distributed": {"share_gpus": CUDA},
     }  # fmt: skip
     config = from_options(options, (), folder / "config.yaml").config
     (folder / "config.yaml").write_text(dump(config), encoding="utf-8")

@@ -57,7 +57,7 @@ def in_one_graph(rank: int, name: str, rows: list[str]) -> tuple[list[dict[str, 
     errors = []
     with (
         patch.object(compilation, "missing", lambda device: None),
-        patch.object(_varlen, "_KERNEL", _varlen.Kernel(naive_attention.operation)),
+        patch.object(_varlen, "_KERNEL", naive_attention.operation),
         patch.object(_varlen, "unsupported_input", lambda dtype, device: None),
     ):
         tune(model, compile=True, checkpointing="full", backend="aot_eager")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from tandem.config.sections import Distributed
-from tandem.distributed import flight_recorder, sharding
+from tandem.distributed import sharding
 from tandem.distributed.group import DataGroup
 from tandem.model.context import heads_of_row, joined, named, tokens_of_rank
 from tandem.optimizers.adamw import AdamW
@@ -61,9 +59,9 @@ def _rank(rendezvous: Rendezvous, rank: int, context: int, work: Callable[..., A
     return result
 
 
-def _connected(rendezvous: Rendezvous, rank: int, context: int = 1, logs: Path | None = None) -> RankParts:
+def _connected(rendezvous: Rendezvous, rank: int, context: int = 1) -> RankParts:
     device = torch.device("cuda", rank)
-    return RankParts.connect(rendezvous, rank, device, Distributed(context_parallel=context), logs)
+    return RankParts.connect(rendezvous, rank, device, Distributed(context_parallel=context))
 
 
 def values(rank: int, *shape: int, device: torch.device) -> Tensor:
@@ -174,9 +172,9 @@ def lost(rendezvous: Rendezvous, rank: int, results: Any) -> None:
     results.put((in_it, waiting.is_alive(), time.perf_counter() - begin))
 
 
-def late(logs: Path, rendezvous: Rendezvous, rank: int, results: Any) -> None:
+def late(rendezvous: Rendezvous, rank: int, results: Any) -> None:
     """Rank 1 does not come to a collective; tells what rank 0 is told, when, and what was under way."""
-    parts = _connected(rendezvous, rank, logs=logs)
+    parts = _connected(rendezvous, rank)
     if rank == 1:
         time.sleep(6 * rendezvous.seconds)
         return
@@ -184,8 +182,5 @@ def late(logs: Path, rendezvous: Rendezvous, rank: int, results: Any) -> None:
     parts.group.all_reduce(torch.ones(8, device=parts.group.device))
     fault = asyncio.run(asyncio.wait_for(parts.fault(), 5 * rendezvous.seconds))
     seconds = time.perf_counter() - begin
-    path = flight_recorder.write(0)
     parts.abort()
-    assert path is not None
-    entries = pickle.loads(path.read_bytes())["entries"]
-    results.put((fault, seconds, [(entry["profiling_name"], entry["state"]) for entry in entries]))
+    results.put((fault, seconds))

@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,10 +27,10 @@ from tandem.rollout.data_state import DataState, Draw
 from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
-from tandem.trainer import checkpoint, digests
-from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
+from tandem.trainer import checkpoint
+from tandem.trainer.checkpoint import Checkpoints, restore_weights
 from tandem.trainer.staging import staging_of
-from tandem.trainer.state import TrainerState
+from tandem.trainer.state import TrainerState, checkpoints_in
 from tandem.trainer.world import World
 from tandem.types import Completion, Group, Message, PolicyVersion, Rollout, Task, Turn
 
@@ -233,7 +232,7 @@ def test_saved_when_due_and_at_the_end(policy: Policy, tmp_path: Path) -> None:
     for step in filter(saver.checkpoints.due, range(1, 9)):
         asyncio.run(saver.checkpoints.save(state(step)))
     assert saver.saved == [3, 6, 8]
-    assert saved_steps(tmp_path / "checkpoints") == [3, 6, 8]
+    assert list(checkpoints_in(tmp_path / "checkpoints")) == [3, 6, 8]
 
 
 def test_memory_that_a_checkpoint_needed_is_given_back(
@@ -272,7 +271,7 @@ def test_half_removed_checkpoint_does_not_bear_its_name(
         with pytest.raises(KeyboardInterrupt):
             saver.save(2)
     assert removed == [".000001.tmp"]
-    assert saved_steps(tmp_path / "checkpoints") == [2]
+    assert list(checkpoints_in(tmp_path / "checkpoints")) == [2]
     assert saver.restore().step == 2
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000002"], "leftovers are cleared away"
 
@@ -304,7 +303,7 @@ def test_saving_the_same_step_again_keeps_what_is_there(policy: Policy, tmp_path
 def test_weights_alone_can_be_used_and_not_gone_on_from(policy: Policy, tmp_path: Path) -> None:
     saver = Saver(policy, tmp_path, contents="weights")
     path = saver.save(1)
-    assert sorted(one.name for one in path.iterdir()) == ["digests.json", "model"]
+    assert sorted(one.name for one in path.iterdir()) == ["model"]
     policy.model.load_state_dict(type(policy.model).from_pretrained(path / "model").state_dict())
     with pytest.raises(CheckpointError, match="holds weights alone"):
         saver.restore()
@@ -414,7 +413,7 @@ def test_failure_of_another_rank_leaves_the_old_checkpoint(
     before = content(saver.save(1))
 
     class Others(World):
-        async def written(self) -> dict[str, str]:
+        async def written(self) -> None:
             raise error
 
     saver.checkpoints.world = Others(saver.checkpoints.world.config, policy)
@@ -423,15 +422,6 @@ def test_failure_of_another_rank_leaves_the_old_checkpoint(
     assert [path.name for path in saver.checkpoints.folder.iterdir()] == ["000001"]
     assert content(saver.checkpoints.folder / "000001") == before
     assert saver.saved == [1]
-
-
-def test_a_checkpoint_of_a_later_format_is_refused(policy: Policy, tmp_path: Path) -> None:
-    saver = Saver(policy, tmp_path)
-    file = saver.save(3) / "state.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
-    checkpoint.digests.write(file.parent)
-    with pytest.raises(CheckpointError, match=r"000003 was written by a later Tandem, in format 3"):
-        saver.restore()
 
 
 def test_a_bug_is_not_dressed_as_a_full_disk(policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +442,7 @@ def test_what_a_killed_process_left_is_no_checkpoint(policy: Policy, tmp_path: P
     saver.save(1)
     aside = tmp_path / "checkpoints" / ".000002.tmp"
     shutil.copytree(tmp_path / "checkpoints" / "000001", aside)
-    assert saved_steps(tmp_path / "checkpoints") == [1]
+    assert list(checkpoints_in(tmp_path / "checkpoints")) == [1]
     assert saver.restore().step == 1
     assert not aside.exists()
 
@@ -533,7 +523,7 @@ def test_one_checkpoint_at_a_time_is_written_and_each_is_told_of_by_its_name(
 
     async def overlapped() -> None:
         async def hear(step: int) -> None:
-            heard.append((step, saved_steps(folder), list(saver.saved)))
+            heard.append((step, list(checkpoints_in(folder)), list(saver.saved)))
 
         await saver.checkpoints.begin(state(1), lambda: hear(1))
         second = asyncio.ensure_future(saver.checkpoints.begin(state(2), lambda: hear(2)))
@@ -569,7 +559,7 @@ def test_what_is_there_while_one_is_written_is_the_older_one(
         await saver.checkpoints.done()
 
     asyncio.run(killed())
-    assert saved_steps(saver.checkpoints.folder) == [2]
+    assert list(checkpoints_in(saver.checkpoints.folder)) == [2]
     other = Saver(policy, tmp_path / "killed")
     assert dataclasses.replace(other.restore(), rng=()) == state(1)
     after = other.tensors()
@@ -654,69 +644,8 @@ def test_state_of_another_shape_is_named(policy: Policy, tmp_path: Path, damage:
     saver = Saver(policy, tmp_path)
     path = saver.save(1)
     damage(path / "state.json")
-    digests.write(path)  # else they would tell first
-    with pytest.raises(CheckpointError, match="cannot be read") as caught:
+    with pytest.raises(CheckpointError, match="cannot be read"):
         saver.restore()
-    assert "no older checkpoint is whole" in str(caught.value)
-
-
-def flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) * 3 // 4] ^= 1
-    path.write_bytes(data)
-
-
-def half_zeros(path: Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
-
-
-def of_another_step(path: Path) -> None:
-    shutil.copy(path.parents[1] / "000004" / path.name, path)
-
-
-def more_tokens(path: Path) -> None:
-    path.write_text(path.read_text().replace('"tokens_seen": 102', '"tokens_seen": 103'))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "damage"),
-    [
-        ("optimizer.safetensors", flipped),
-        ("optimizer.safetensors", half_zeros),
-        ("optimizer.safetensors", of_another_step),
-        ("model/model.safetensors", flipped),
-        ("model/tokenizer.json", flipped),
-        ("state.json", of_another_step),
-        ("state.json", more_tokens),
-        ("digests.json", cut),
-        ("digests.json", of_another_step),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused_and_the_newest_whole_one_named(
-    policy: Policy, tmp_path: Path, file: str, damage: Callable[[Path], None]
-) -> None:
-    saver = Saver(policy, tmp_path, keep=3)
-    for step in (2, 4, 6):
-        saver.train(step)
-        saver.save(step)
-    before = (path := tmp_path / "checkpoints" / "000006" / file).read_bytes()
-    damage(path)
-    assert path.read_bytes() != before
-    live = saver.tensors()
-    with pytest.raises(CheckpointError) as caught:
-        saver.restore()
-    assert str(path.parents[len(Path(file).parts) - 1]) in str(caught.value)
-    assert "newest whole checkpoint is that of step 4" in str(caught.value)
-    assert all(torch.equal(live[name], tensor) for name, tensor in saver.tensors().items()), "nothing was loaded"
-    flipped(tmp_path / "checkpoints" / "000004" / "optimizer.safetensors")
-    with pytest.raises(CheckpointError, match="whole checkpoint is that of step 2") as caught:
-        saver.restore()
-    command = str(caught.value).partition("to go on from it: ")[2].partition(" && ")
-    assert command[2] == f"tandem train {tmp_path}"
-    subprocess.run(command[0], shell=True, check=True)
-    assert saver.restore().step == 2, "the command of the message makes it so"
 
 
 def test_a_checkpoint_that_bears_another_steps_name_is_refused(policy: Policy, tmp_path: Path) -> None:
@@ -724,15 +653,6 @@ def test_a_checkpoint_that_bears_another_steps_name_is_refused(policy: Policy, t
     saver.save(4).rename(tmp_path / "checkpoints" / "000006")
     with pytest.raises(CheckpointError, match="000006 holds the state of step 4"):
         saver.restore()
-
-
-def test_weights_that_were_added_are_refused(policy: Policy, tmp_path: Path) -> None:
-    path = (saver := Saver(policy, tmp_path)).save(1)
-    shutil.copy(path / "optimizer.safetensors", path / "model" / "more.safetensors")
-    with pytest.raises(CheckpointError, match=r"more.safetensors is not of this checkpoint"):
-        saver.restore()
-    (path / "model" / "more.safetensors").rename(path / "notes.txt")
-    assert saver.restore().step == 1, "what no resume reads may lie there"
 
 
 @pytest.mark.parametrize("name", ["²", "٤", "7", "0000007"])
@@ -750,7 +670,6 @@ def test_optimizer_of_other_parameters_is_refused(policy: Policy, tmp_path: Path
     saver = Saver(policy, tmp_path)
     path = saver.save(1)
     save_file({"x": torch.zeros(2)}, path / "optimizer.safetensors")
-    digests.write(path)
     with pytest.raises(CheckpointError, match="other parameters"):
         saver.restore()
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 def _kernel_of_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel takes everything on any device, and nothing has been compiled."""
     monkeypatch.setattr(compilation, "missing", lambda device: None)
-    monkeypatch.setattr(_varlen, "_KERNEL", _varlen.Kernel(naive_attention.operation))
+    monkeypatch.setattr(_varlen, "_KERNEL", naive_attention.operation)
     monkeypatch.setattr(_varlen, "unsupported_input", lambda dtype, device: None)
     torch._dynamo.reset()
     counters.clear()

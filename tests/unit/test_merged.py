@@ -82,7 +82,7 @@ def test_gradient_is_that_of_the_explicit_sum(bias: bool) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(24, 40, bias=bias).requires_grad_(False)
     w0 = linear.weight.double().clone()
-    layer = MergedLinear(linear, torch.randn(3, 24), torch.randn(40, 3), 1.5, "device")
+    layer = MergedLinear(linear, torch.randn(3, 24), torch.randn(40, 3), 1.5)
     layer.fold()
     x, dy = torch.randn(2, 5, 24, requires_grad=True), torch.randn(2, 5, 40)
     y = layer(x)
@@ -102,7 +102,7 @@ def test_gradient_is_that_of_the_explicit_sum(bias: bool) -> None:
 
 def test_gradient_through_a_checkpointed_layer_is_the_same() -> None:
     torch.manual_seed(0)
-    layer = MergedLinear(nn.Linear(24, 40).requires_grad_(False), torch.randn(3, 24), torch.randn(40, 3), 1.5, "device")
+    layer = MergedLinear(nn.Linear(24, 40).requires_grad_(False), torch.randn(3, 24), torch.randn(40, 3), 1.5)
     x = torch.randn(5, 24)
     layer(x).square().sum().backward()
     wanted = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
@@ -145,7 +145,7 @@ class Formed(TorchDispatchMode):
 
 def test_no_gradient_of_a_weights_shape_is_formed() -> None:
     torch.manual_seed(0)
-    layer = MergedLinear(nn.Linear(70, 90).requires_grad_(False), torch.randn(2, 70), torch.randn(90, 2), 1.0, "device")
+    layer = MergedLinear(nn.Linear(70, 90).requires_grad_(False), torch.randn(2, 70), torch.randn(90, 2), 1.0)
     x = torch.randn(5, 70, requires_grad=True)
     with Formed() as seen:
         layer(x).sum().backward()
@@ -160,7 +160,7 @@ def test_no_gradient_of_a_weights_shape_is_formed() -> None:
 
 def test_only_the_input_is_kept_for_the_backward_pass() -> None:
     torch.manual_seed(0)
-    layer = MergedLinear(nn.Linear(70, 90).requires_grad_(False), torch.randn(2, 70), torch.randn(90, 2), 1.0, "device")
+    layer = MergedLinear(nn.Linear(70, 90).requires_grad_(False), torch.randn(2, 70), torch.randn(90, 2), 1.0)
     own = {p.data_ptr() for p in layer.parameters()}
     x = torch.randn(5, 70, requires_grad=True)
     kept: list[Tensor] = []
@@ -171,17 +171,14 @@ def test_only_the_input_is_kept_for_the_backward_pass() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("on", ["host", "device"])
-def test_fold_is_one_rounding_of_the_sum(
-    dtype: torch.dtype, on: Any, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fold_is_one_rounding_of_the_sum(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float64; chunks of a few rows, of which the last is short."""
     monkeypatch.setattr(_merged, "_CHUNK", 24 * 7)
     torch.manual_seed(0)
     linear = nn.Linear(24, 40, dtype=dtype, device=device).requires_grad_(False)
     w0 = linear.weight.double().clone()
     a, b = torch.randn(8, 24, dtype=dtype, device=device), torch.randn(40, 8, dtype=dtype, device=device)
-    layer = MergedLinear(linear, a, b, 0.3, on)
+    layer = MergedLinear(linear, a, b, 0.3)
     address = layer.weight.data_ptr()
     layer.fold()
     exact = w0 + 0.3 * b.double() @ a.double()
@@ -227,17 +224,10 @@ def test_what_travels_is_the_adapted_weights(tie: bool) -> None:
 
 def test_bytes_beside_the_model() -> None:
     adapted = sum(t.nbytes for _, t in Lora(merged=True).source(prepared(Lora(merged=True))))
-    for on_host, base_on, kept in [
-        (True, "host", adapted),
-        (True, "device", adapted),
-        (False, "device", adapted),
-        (False, "host", 0),
-    ]:
-        trainable = Lora(merged=True, base_on=base_on)  # type: ignore[arg-type]
-        assert trainable.kept_bytes(prepared(trainable), on_host=on_host) == kept
+    assert Lora(merged=True).kept_bytes(prepared(Lora(merged=True))) == adapted
     with torch.device("meta"):
         empty = LlamaForCausalLM(model().config)
-    assert Lora(merged=True).kept_bytes(Lora(merged=True).prepare(empty), on_host=True) == adapted
+    assert Lora(merged=True).kept_bytes(Lora(merged=True).prepare(empty)) == adapted
 
 
 # PEFT asks transformers for a property by a name that transformers has since deprecated.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,8 +90,7 @@ def test_a_collective_with_a_rank_that_was_killed_is_given_up_within_seconds() -
     assert seconds < 10.0
 
 
-def test_a_collective_that_a_rank_does_not_come_to_is_noted_and_recorded(tmp_path: Path) -> None:
-    fault, seconds, entries = of_rank_0(partial(nccl_ranks.late, tmp_path), seconds=5.0)
+def test_a_collective_that_a_rank_does_not_come_to_is_noted() -> None:
+    fault, seconds = of_rank_0(nccl_ranks.late, seconds=5.0)
     assert "not over after 5 s (distributed.timeout_seconds)" in fault
     assert 4.0 < seconds < 15.0
-    assert entries[-1] in [("nccl:all_reduce", "scheduled"), ("nccl:all_reduce", "started")]

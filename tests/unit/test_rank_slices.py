@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,8 @@ from torch import nn
 
 from tandem.errors import StaleWeights, TornWeights, TransportError, UnsupportedPair
 from tandem.trainable.full import Full
-from tandem.trainer.ranks.shared_slices import SharedSlices, TrainedSlices
-from tandem.trainer.ranks.slices import LeadSlices
+from tandem.trainer.ranks.shared_slices import SharedSlices
+from tandem.trainer.ranks.slices import TrainedSlices
 from tandem.types import PolicyVersion
 from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.verify.probe import compare
@@ -86,26 +86,37 @@ def test_an_adapter_of_cut_weights_computes_what_it_does_of_whole_ones(merged: b
 
 
 class FakeRanks:
-    """Ranks that hold some weights, and write them when they are told to."""
+    """Two ranks that hold some weights, the lead's slices among them, and write them when they are told to."""
+
+    world = 2
 
     def __init__(self, sums: Mapping[str, int]):
         self.sums, self.calls = sums, list[str]()
+        self.policy: Any = SimpleNamespace(model=nn.Linear(2, 2), compute=compute)
 
-    async def attach(self, exports: Sequence[Sequence[Any]]) -> None:
-        self.calls.append(f"attach {list(exports)}")
+    async def execute(self, command: str, body: Callable[[int], Any], mine: Any) -> tuple[Any, list[Any]]:
+        self.calls.append(f"{command} {body(1)}")
+        result = await mine
+        return result, [True if command == "finite_slices" else result]
 
-    async def publish(self) -> int:
-        self.calls.append("publish")
+    def attach(self, export: Any) -> str:
+        return "" if export == "first" else "another's"
+
+    def publish(self) -> int:
         return 7
 
-    async def checksums(self) -> Mapping[str, int]:
+    def checksums(self) -> Mapping[str, int]:
         return self.sums
 
-    async def scores(self, tokens: Sequence[int], temperatures: Sequence[float]) -> list[list[float]]:
+    def scores(self, tokens: Sequence[int], temperatures: Sequence[float]) -> list[list[float]]:
         return [[-temperature] * (len(tokens) - 1) for temperature in temperatures]
 
-    async def finite(self) -> bool:
+    def finite(self) -> bool:
         return False
+
+
+async def compute(function: Any, *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 class FakeEngine:
@@ -125,8 +136,6 @@ class FakeEngine:
 
 
 def session(ranks: FakeRanks, engine: FakeEngine, *, fresh: bool) -> tuple[SharedSlices, Any]:
-    model = nn.Linear(2, 2)
-    policy: Any = SimpleNamespace(model=model)
     sync = SharedSlices.of(Shared(in_flight="finish", verify_every=3))
 
     async def pause() -> None:
@@ -136,9 +145,9 @@ def session(ranks: FakeRanks, engine: FakeEngine, *, fresh: bool) -> tuple[Share
         engine=engine,
         fresh=fresh,
         pause=pause,
-        policy=policy,
+        policy=ranks.policy,
         trainable=Full(),
-        trained=TrainedSlices(Full(), policy, ranks),
+        trained=TrainedSlices(Full(), ranks, ranks),  # type: ignore[arg-type]
     )
 
 
@@ -150,7 +159,7 @@ def test_an_engine_that_was_started_on_these_weights_must_hold_them() -> None:
     sync, bound = session(ranks, FakeEngine(SUMS), fresh=True)
     assert (sync.finishes, sync.verify_every, sync.pause, sync.sums_before_pause) == (True, 3, "transfer", True)
     asyncio.run(sync.bind(bound))
-    assert ranks.calls == ["pause", "attach [['first', 'second']]"]
+    assert ranks.calls == ["pause", "attach_slices ['second']", "checksums_slices []"]
     sync, bound = session(ranks, FakeEngine({"weight": 1, "bias": 3}), fresh=True)
     with pytest.raises(UnsupportedPair, match="'bias' with other values than the ranks"):
         asyncio.run(sync.bind(bound))
@@ -168,7 +177,7 @@ def test_a_publish_is_compared_with_the_bytes_of_all_workers() -> None:
         compare(sums.stored, sums.engines, "tensors", "")
         return moved
 
-    assert asyncio.run(published(SUMS)) == 7
+    assert asyncio.run(published(SUMS)) == 14
     with pytest.raises(TornWeights):
         asyncio.run(published({"weight": 1, "bias": 3}))
     with pytest.raises(StaleWeights):
@@ -194,12 +203,9 @@ def test_a_rank_that_cannot_attach_is_told_once_all_have_tried() -> None:
             assert [body(rank) for rank in (1, 2, 3)] == [["b"], ["c"], ["d"]]
             return await mine, ["", "it cannot", ""]
 
-    async def compute(function: Any, *arguments: Any) -> Any:
-        return function(*arguments)
-
     policy = SimpleNamespace(compute=compute)
     mine: Any = SimpleNamespace(attach={"a": ""}.__getitem__, policy=policy)
-    crew = LeadSlices(mine, Commands())  # type: ignore[arg-type]
+    crew = TrainedSlices(Full(), mine, Commands())  # type: ignore[arg-type]
     with pytest.raises(TransportError, match="rank 2: it cannot"):
         asyncio.run(crew.attach([["a", "b"], ["c", "d"]]))
     with pytest.raises(TransportError, match="engine 0 has 4 workers, and 2 ranks share it"):

@@ -128,16 +128,6 @@ def test_states_of_other_parameters_are_refused(tmp_path: Path) -> None:
         state_shards.read(tmp_path, state_shards.whole_shares({**want, "norm/exp_avg": torch.zeros(65)}))
 
 
-def test_large_states_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_shards, "FILE_BYTES", 20_000)
-    want = trained(AdamW()).state_dict()
-    by_ranks(AdamW(), 2, want, tmp_path)
-    assert len(list(tmp_path.glob("shard-00001-*"))) > 1
-    alone = {key: torch.empty_like(state) for key, state in want.items()}
-    state_shards.read(tmp_path, state_shards.whole_shares(alone))
-    equal(alone, want)
-
-
 def test_states_are_written_from_where_they_lie(tmp_path: Path) -> None:
     """A file that is made in Python's memory first holds Python's lock meanwhile, for seconds a gigabyte."""
     states = {"wide/exp_avg": torch.ones(2, 1 << 20)}

@@ -46,10 +46,8 @@ def test_a_changed_reward_is_told_on_resume_and_before_an_evaluation(
     module.write_text(REWARD.replace("0.5", "0.25"))
     to_evaluate(folder, [], None)
     assert f"{module} is not what this run was trained with (see {kept})" in caplog.text
-    config = load(folder / "config.yaml").config
-    assert len(user_code.keep(config, folder, 3)) == 1
-    assert user_code.keep(config, folder, 3) == []
-    assert (folder / "sources/own_rewards.until-000003.py").read_text() == REWARD
+    user_code.keep(load(folder / "config.yaml").config, folder)
+    assert kept.read_text() == REWARD, "what the run was begun with"
 
 
 @pytest.mark.parametrize("places", ["within", "relative", "none"])

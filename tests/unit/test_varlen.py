@@ -38,7 +38,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     def way(heads: _varlen.Heads, plan: Packed) -> Any:
         return _varlen.attend(heads, plan.spans(heads.query.device))
 
-    monkeypatch.setattr(_varlen, "kernel", lambda: _varlen.Kernel(naive))
+    monkeypatch.setattr(_varlen, "kernel", lambda: naive)
     monkeypatch.setattr(attention, "_segments", way)
 
 
@@ -74,7 +74,7 @@ def both(
 @pytest.mark.parametrize("window", [None, 6, 1])
 def test_the_kernels_way_is_that_of_segments(plan: Packed, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, so that places, ends, alignment and windows are exact or wrong."""
-    monkeypatch.setattr(_varlen, "kernel", lambda: _varlen.Kernel(naive))
+    monkeypatch.setattr(_varlen, "kernel", lambda: naive)
     tensors = row(plan, 4, 2, 8)
     outputs, expected = (
         both(way, plan, tensors, torch.float32, window) for way in (_varlen.attend, attention._segments)
@@ -136,7 +136,7 @@ def test_a_model_on_the_kernels_way_is_its_sequences(kind: Any) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
 def test_shapes_alone_go_the_kernels_way_too(device: str) -> None:
     """Memory is planned by tensors that hold nothing."""
-    kernel = _varlen.Kernel(varlen_attn)
+    kernel = varlen_attn
     plan = dataclasses.replace(PLAN)  # what it builds holds nothing either
     shapes = [(1, heads, sum(plan.lengths), 64) for heads in (4, 2, 2)]
     with FakeTensorMode(), mock.patch.object(_varlen, "kernel", return_value=kernel):
@@ -168,28 +168,6 @@ def test_copies_of_a_row_send_their_gradients_back_in_float32(device: str) -> No
     assert rows.grad[:, 0, 0].tolist() == [300.0, 1.0]
 
 
-def older(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, is_causal: bool = False) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("function", "window", "expected"),
-    [
-        (naive, None, {"scale": 0.5, "window_size": (-1, 0), "enable_gqa": True}),
-        (naive, 8, {"scale": 0.5, "window_size": (7, 0), "enable_gqa": True}),
-        (older, None, {"is_causal": True}),
-    ],
-    ids=["all", "a window", "an older release"],
-)
-def test_the_kernel_is_asked_for_what_its_signature_has(function: Any, window: Any, expected: Any) -> None:
-    assert _varlen.Kernel(function).options(0.5, window, grouped=True) == expected
-
-
-def test_torch_s_own_function_has_what_is_needed() -> None:
-    assert _varlen.Kernel(varlen_attn).options(0.5, None, grouped=True) == {
-        "scale": 0.5, "window_size": (-1, 0), "enable_gqa": True,
-    } or torch.__version__ < "2.13"  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -199,9 +177,6 @@ def test_torch_s_own_function_has_what_is_needed() -> None:
         ({"size": 264}, "up to 256"),
         ({"capability": (7, 5)}, "capability 8.0"),
         ({"function": None}, "no variable-length"),
-        ({"function": older}, "scale by 0.3"),
-        ({"function": older, "scaling": 16**-0.5}, None),
-        ({"function": older, "scaling": None, "window": 4}, "sliding window"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
@@ -210,7 +185,7 @@ def test_what_the_kernel_cannot_take_is_said(
 ) -> None:
     case = {"dtype": torch.bfloat16, "size": 16, "window": None, "scaling": 0.3, **change}
     function = case.get("function", naive)
-    monkeypatch.setattr(_varlen, "kernel", lambda: function and _varlen.Kernel(function))
+    monkeypatch.setattr(_varlen, "kernel", lambda: function)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.get("capability", (9, 0)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
     x: Any = SimpleNamespace(dtype=case["dtype"], device=torch.device("cuda"), shape=(1, 2, 3, case["size"]))

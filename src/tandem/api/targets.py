@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tandem.config.loading import ENGINE_KEEPS, RESUMABLE, RunConfig, digest, from_options, load
 from tandem.errors import REDACTED, CheckpointError, ConfigError
-from tandem.trainer import digests, user_code
+from tandem.trainer import state, user_code
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def weights_of(run: Path, step: int | None) -> Path:
         CheckpointError: there is none.
     """
     checkpoints = run / "checkpoints"
-    steps = digests.steps_in(checkpoints)
+    steps = state.checkpoints_in(checkpoints)
     if not steps:
         raise CheckpointError(f"{run} has no checkpoint yet; one is written every checkpoint.every steps")
     if step is not None and step not in steps:

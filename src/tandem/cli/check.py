@@ -20,7 +20,6 @@ from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
 from tandem.config.loading import FP8, Loaded, RunConfig, load
 from tandem.config.sources import EnvSource
-from tandem.engines.base import ReportsChecksums
 from tandem.envs.base import Split
 from tandem.errors import ConfigError, RewardError, TandemError, redacted
 from tandem.rewards.base import Reward
@@ -47,9 +46,8 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
 
 async def _check(loaded: Loaded, tasks: int) -> int:
     from tandem.trainer import environments
-    from tandem.trainer.ranks import layout
 
-    check = _RecipeCheck(layout.placed(environments.counted(loaded.config)), tasks)
+    check = _RecipeCheck(environments.counted(loaded.config), tasks)
     console = Console()
     problems: list[TandemError] = []
     warned = 0
@@ -109,7 +107,7 @@ class _RecipeCheck:
             ("model", self._model_config, True),
             ("prompts", self._prompts, config.plays),
             ("memory", self._memory, True),
-            ("ranks", self._ranks, counts.world > 1 or bool(counts.idle_options(config))),
+            ("ranks", self._ranks, counts.world > 1),
             ("disk", self._disk, True),
         )
         return {name: question for name, question, is_asked in questions if is_asked}
@@ -119,7 +117,6 @@ class _RecipeCheck:
         from tandem.trainer.ranks import checks
 
         checks.check_config(self._config)
-        self.warnings += filter(None, [self._config.optimizer.doubt()])
         envs = [f"env {name}" for name in self._config.sources]
         several = (None, "envs", "rewards", "corrections", "loggers")
         named = [
@@ -185,15 +182,13 @@ class _RecipeCheck:
         """Configuration of the model; weights are not read.
 
         Raises:
-            ConfigError: ranks, or an engine's processes, cannot share its attention heads, or its experts cannot be
-                chosen.
+            ConfigError: ranks, or an engine's processes, cannot share its attention heads.
         """
         from tandem.model.policy import load_config
-        from tandem.trainer.ranks.checks import check_model_heads, check_router_replay
+        from tandem.trainer.ranks.checks import check_model_heads
 
         self._model = load_config(self._config.model)
         check_model_heads(self._config, self._model)
-        check_router_replay(self._config, self._model)
         self._planner = memory.planner(self._config, self._model)
         counts = self._planner.modelled.counts
         sizes = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
@@ -226,9 +221,7 @@ class _RecipeCheck:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        from tandem.trainer.ranks import layout
-
-        planner, counts = self._planner, RankCounts.of(self._config)
+        planner = self._planner
         if planner is None:
             return None
         planner.plan(self._config).require()
@@ -239,8 +232,6 @@ class _RecipeCheck:
             self.plan += f"\n  distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here"
         if self._config.matmul == "fp8":
             self.plan += f"\n  {FP8}"
-        if counts.world > 1 or ReportsChecksums in as_run.engine.capabilities:
-            self.plan += f"\n\nlayout, at the peak:\n{layout.drawn(planner, as_run)}"
         if not plan.within(1 / (1 + memory.MARGIN)):
             self.warnings.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
@@ -254,8 +245,6 @@ class _RecipeCheck:
         from tandem.trainer.ranks import checks
 
         counts = RankCounts.of(self._config)
-        if idle := counts.idle_options(self._config):
-            return idle
         checks.check_gpus(self._config, counts)
         return str(counts.world)
 

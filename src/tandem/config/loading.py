@@ -132,9 +132,6 @@ class RunConfig:
     packing: Literal["auto", "tree", "plain"] = "auto"
     """How what sequences share is computed: once (tree), or with each (plain); auto: tree where a small random copy of
     the model computes the same by it as of one sequence at a time."""
-    router_replay: bool = False
-    """Of a mixture of experts: train each token on the experts that the engine routed it to, not on those that the
-    trainer's rounding would choose; lowers the mismatch of logprobs."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the model's layers for the training pass: auto where they run on CUDA and the machine has a compiler."""
     checkpointing: Literal["none", "selective", "full"] = "none"
@@ -176,9 +173,6 @@ class RunConfig:
     ranks: int | Literal["auto"] | None = None
     """Processes that compute a step side by side, a GPU each: so many, which the trainer starts itself; auto for one on
     each GPU of this host; null for as many as a launcher (torchrun, srun) has started, or else one."""
-    gpus: int | None = None
-    """GPUs of this host that the memory plan and sync divide between ranks and engines, in place of ranks,
-    engine.replicas and engine.devices; null: these say it."""
     distributed: Distributed = field(default_factory=Distributed)
     """How a step is divided among several ranks."""
 
@@ -216,10 +210,6 @@ class RunConfig:
             ),
             seed=(0 <= self.seed < 2**63, "at least 0 and below 2^63"),
             ranks=(not isinstance(self.ranks, int) or self.ranks >= 1, "at least 1, auto or null"),
-            gpus=(
-                self.gpus is None or (self.gpus >= 1 and not self._counts_gpus),
-                "at least 1, without ranks, engine.replicas and engine.devices, which it decides",
-            ),
             name=(self.name is None or _is_folder_name(self.name), "a folder's name, not a path"),
             runs=(bool(self.runs.strip()), "a folder"),
             **{
@@ -232,12 +222,6 @@ class RunConfig:
         )
         if not self.rewards and self.env is not None:
             object.__setattr__(self, "rewards", default_rewards(self.env))
-
-    @property
-    def _counts_gpus(self) -> bool:
-        """True if some option says which GPUs train or sample."""
-        engine: Any = self.engine
-        return self.ranks is not None or getattr(engine, "replicas", 1) > 1 or bool(getattr(engine, "devices", ()))
 
     @property
     def sources(self) -> Mapping[str, EnvSource]:
@@ -493,7 +477,7 @@ FP8 = "matmul: fp8 saves time and no memory: weights stay bfloat16, and each pro
 """What is said wherever it is chosen."""
 RESUMABLE = frozenset({
     "steps", "evaluate", "checkpoint", "checkpointing", "loggers", "threads", "grading", "broker", "timeouts", "alarms",
-    "print_completions", "metric_names", "ranks", "gpus", "distributed", "micro_batch_tokens",
+    "print_completions", "metric_names", "ranks", "distributed", "micro_batch_tokens",
 })  # fmt: skip
 """Options that a resumed run may change: they do not decide what a training step computes."""
 ENGINE_KEEPS = frozenset({"kind", "seeded", "max_model_len", "args"})

@@ -166,9 +166,6 @@ class Distributed(Bounded):
     """Of the whole model where weights are cut (HSDP): each is cut among ranks / replicas neighbours; 1: among all."""
     context_parallel: int = bounded(1, least=1)
     """Ranks that share one sequence; 1 divides none."""
-    share_gpus: bool = False
-    """Ranks take a host's GPUs in turn, so that several may be on one, whose memory they share. NCCL refuses that:
-    collectives are gloo's then, through host memory, which is slow."""
     timeout_seconds: float = bounded(120.0, above=0)
     """How long a rank waits for the others in one collective operation before the run ends with an error."""
 

@@ -75,8 +75,6 @@ class Ranks:
         """What to tell then."""
         self.on_failure: list[Callable[[], None]] = []
         """Called once one is lost, so that nothing waits for it any more."""
-        self.advice = ""
-        """What the error says last."""
         self._followers: dict[int, _Follower] = {}
         self._readers: list[asyncio.Task[None]] = []
         self._all = asyncio.Event()
@@ -211,7 +209,6 @@ class Ranks:
         if not self.failure.done() and not self._ending:
             self.error = RankError(
                 f"{why}. All ranks end; go on from the newest checkpoint, with this number of ranks or another"
-                f"{self.advice}"
             )
             self.failure.set_result(None)
             self._all.set()  # nobody waits for the others any more

@@ -6,7 +6,6 @@ order of collectives never depends on the data: a parameter without a gradient o
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,8 +58,11 @@ class _Call(NamedTuple):
     rows: Tensor
 
 
-class GradientSums(ABC):
-    """How the gradients of a step become sums over ranks. All ranks call everything but ``add`` together.
+class GradientSums:
+    """Each micro-batch's gradients are summed and scattered while backward goes on: no rank keeps all of them.
+
+    They travel in reverse order of the parameters, as backward makes them; one that comes early waits for its turn. All
+    ranks call everything but ``add`` together.
 
     Args:
         cuts: how parameters are divided, alike on all ranks.
@@ -83,22 +85,34 @@ class GradientSums(ABC):
         self._flying: deque[_Call] = deque()
         self._landed: list[Tensor] = []
         self._rests: list[tuple[ParameterPart, Tensor]] = []
+        self._early: dict[int, Tensor] = {}
+        self._next = len(cuts) - 1
 
-    @abstractmethod
     def add(self, index: int, grad: Tensor) -> None:
         """Take the gradient of a cut's parameter, of one micro-batch, which is the caller's no more."""
+        assert index <= self._next, "backward made a second gradient of a parameter"
+        assert index not in self._early, "backward made a second gradient of a parameter"
+        self._early[index] = grad
+        while self._next in self._early:
+            self._send_next()
 
-    @abstractmethod
+    def _send_next(self) -> None:
+        self.send(self._next, self._early.pop(self._next, None))
+        self._next -= 1
+
     def flush(self) -> None:
-        """End a micro-batch, or stand in for one that this rank does not have."""
+        """End a micro-batch, or stand in for one that this rank does not have: send what is left, and take the sums."""
+        while self._next >= 0:
+            self._send_next()
+        self.finish()
+        self._next = len(self.cuts) - 1
 
-    @abstractmethod
     def end_pass(self) -> None:
         """Deliver what is left once the last micro-batch of a pass was flushed; again before another, nothing."""
 
-    @abstractmethod
     def forget(self) -> None:
         """Drop what was taken of an unfinished step."""
+        self._early.clear()
 
     def send(self, index: int, grad: Tensor | None) -> None:
         """Begin to sum a parameter's gradient, or zeros; its rest waits for those of the others."""
@@ -170,41 +184,3 @@ class LocalSums(GradientSums):
         """Drop this rank's own sums."""
         self._totals.clear()
         self._is_open = False
-
-
-class ScatteredSums(GradientSums):
-    """Each micro-batch's gradients are summed and scattered while backward goes on: no rank keeps all of them.
-
-    They travel in reverse order of the parameters, as backward makes them; one that comes early waits for its turn.
-    """
-
-    def __init__(self, *options: Any):
-        super().__init__(*options)
-        self._early: dict[int, Tensor] = {}
-        self._next = len(self.cuts) - 1
-
-    def add(self, index: int, grad: Tensor) -> None:
-        """Take it; it and those that waited for it begin to travel."""
-        assert index <= self._next, "backward made a second gradient of a parameter"
-        assert index not in self._early, "backward made a second gradient of a parameter"
-        self._early[index] = grad
-        while self._next in self._early:
-            self._send_next()
-
-    def _send_next(self) -> None:
-        self.send(self._next, self._early.pop(self._next, None))
-        self._next -= 1
-
-    def flush(self) -> None:
-        """Send what is left of a micro-batch, and take the sums."""
-        while self._next >= 0:
-            self._send_next()
-        self.finish()
-        self._next = len(self.cuts) - 1
-
-    def end_pass(self) -> None:
-        """Nothing: the last micro-batch was flushed."""
-
-    def forget(self) -> None:
-        """Drop what has not travelled."""
-        self._early.clear()

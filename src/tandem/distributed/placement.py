@@ -115,7 +115,7 @@ class Placement:
             world_size=world_size,
             local_rank=_number(environ, "SLURM_LOCALID"),
             local_world_size=_slurm_tasks_here(environ, world_size),
-            master_addr=environ.get("MASTER_ADDR") or hosts(nodes)[0],
+            master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
             master_port=_number(environ, "MASTER_PORT")
             if environ.get("MASTER_PORT")
             else _SLURM_PORTS[job % len(_SLURM_PORTS)],
@@ -148,31 +148,15 @@ class Placement:
 _NUMBER_FIELDS = ("rank", "local_rank", "world_size", "local_world_size")
 
 
-def hosts(nodelist: str) -> list[str]:
-    """The hosts of a node list of SLURM.
-
-    Raises:
-        ConfigError: it is no node list.
+def first_host(nodelist: str) -> str:
+    """The first host of a node list of SLURM.
 
     Example:
-        >>> hosts("gpu[01-03,7],login1")
-        ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login1']
+        >>> first_host("gpu[01-03,7],login1")
+        'gpu01'
     """
-    names: list[str] = []
-    for item in re.split(r",(?![^\[]*\])", nodelist.strip()):
-        pieces = re.findall(r"[\w.-]+|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]", item)
-        if not item or "".join(pieces) != item:
-            raise ConfigError(f"{nodelist} is not a node list such as gpu[01-03,7]; set MASTER_ADDR to rank 0's host")
-        names += map("".join, itertools.product(*map(_numbered, pieces)))
-    return names
-
-
-def _numbered(piece: str) -> list[str]:
-    """Words that a piece of a host's name stands for: itself, or the numbers in brackets."""
-    if not piece.startswith("["):
-        return [piece]
-    ranges = [numbers.partition("-") for numbers in piece[1:-1].split(",")]
-    return [f"{n:0{len(first)}d}" for first, _, last in ranges for n in range(int(first), int(last or first) + 1)]
+    first = re.split(r",(?![^\[]*\])", nodelist)[0]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
 
 
 def visible_accelerators(environ: Mapping[str, str]) -> list[str]:
@@ -220,10 +204,8 @@ def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
     """Tasks on this host, of a list such as ``8(x2),4`` for all hosts."""
     name = "SLURM_STEP_TASKS_PER_NODE" if environ.get("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
     text = environ.get(name, "")
-    counts: list[int] = []
-    for item in text.split(",") if text else ():
-        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip()):
-            counts += [int(match[1])] * int(match[2] or 1)
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    counts = [int(count) for count, hosts in runs for _ in range(int(hosts or 1))]
     node = _number(environ, "SLURM_NODEID") if environ.get("SLURM_NODEID") else 0
     if sum(counts) != world_size or node >= len(counts):
         raise ConfigError(

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from tandem.errors import CheckpointError
 
-FILE_BYTES = 1 << 30
-"""Of states in one file: those that are on a GPU are copied to host memory, a file of them at a time."""
 OFFSETS = "DCP_SHARDING_INFO"
 """Torch's name of the metadata that say where each tensor of a file begins in its whole."""
 MOST_BOXES = 6
@@ -102,37 +100,18 @@ def run_boxes(state: Tensor, start: int, shape: tuple[int, ...], *, is_written: 
 # Writing
 
 
-def write(folder: Path, shares: Sequence[StateShare], rank: int) -> list[Path]:
-    """Write a rank's shares, on disk when it returns; its files, whose names are no other rank's.
+def write(folder: Path, shares: Sequence[StateShare], rank: int) -> None:
+    """Write a rank's shares, on disk when it returns, to files whose names are no other rank's.
 
     Raises:
         OSError, SafetensorError: they cannot be written.
     """
-    files: list[Path] = []
     folder.mkdir(parents=True, exist_ok=True)
     written = [(share.name, [box for box in share.boxes if box.is_written]) for share in shares]
     for number in range(MOST_BOXES):  # a file has one rectangle of each state
-        shard = MOST_BOXES * rank + number + 1
-        parts = list(_parted({name: boxes[number] for name, boxes in written if number < len(boxes)}))
-        for index, part in enumerate(parts, 1):
-            file = folder / f"shard-{shard:05d}-model-{index:05d}-of-{len(parts):05d}.safetensors"
-            _write_file(file, part)
-            files.append(file)
-    return files
-
-
-def _parted(boxes: Mapping[str, Box]) -> Iterator[dict[str, Box]]:
-    """The rectangles of each file."""
-    part: dict[str, Box] = {}
-    size = 0
-    for name, box in boxes.items():
-        if part and size + box.tensor.nbytes > FILE_BYTES:
-            yield part
-            part, size = {}, 0
-        part[name] = box
-        size += box.tensor.nbytes
-    if part:
-        yield part
+        if part := {name: boxes[number] for name, boxes in written if number < len(boxes)}:
+            shard = MOST_BOXES * rank + number + 1
+            _write_file(folder / f"shard-{shard:05d}-model-00001-of-00001.safetensors", part)
 
 
 def _write_file(file: Path, boxes: Mapping[str, Box]) -> None:

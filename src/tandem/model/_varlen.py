@@ -9,12 +9,13 @@ since several query heads share one); what they were computed from is not.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
 
 from tandem.model.plans import Spans
 
@@ -22,44 +23,12 @@ WIDEST = 256
 """Largest head that flash attention has kernels for."""
 
 
-class Kernel:
-    """torch's kernel function and the options its signature takes, which change between releases."""
-
-    def __init__(self, function: Callable[..., Any]):
-        takes = inspect.signature(function).parameters
-        self.function = function
-        self.scales = "scale" in takes
-        """Products of queries and keys can be scaled otherwise than by the root of the head's size."""
-        self.windows = "window_size" in takes
-        """A sliding window can be asked for."""
-        self.groups_on_request = "enable_gqa" in takes
-        """It groups heads if it is told to, else unasked."""
-
-    def options(self, scaling: float | None, window: int | None, grouped: bool) -> Mapping[str, Any]:
-        """Keyword arguments for causal attention."""
-        options: dict[str, Any] = {"scale": scaling} if self.scales else {}
-        if self.windows:
-            # Keys to the left of the query's own: all, or as many as fill a window that counts the query's too.
-            options["window_size"] = (-1 if window is None else window - 1, 0)
-        else:
-            options["is_causal"] = True
-        if self.groups_on_request:
-            options["enable_gqa"] = grouped
-        return options
+_KERNEL: Callable[..., Any] | None = varlen_attn if torch.backends.cuda.is_flash_attention_available() else None
+_GROUPS_ON_REQUEST = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""The kernel groups heads if it is told to; before torch 2.12 unasked."""
 
 
-def _installed_kernel() -> Kernel | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return Kernel(varlen_attn) if torch.backends.cuda.is_flash_attention_available() else None
-
-
-_KERNEL = _installed_kernel()
-
-
-def kernel() -> Kernel | None:
+def kernel() -> Callable[..., Any] | None:
     """torch's variable-length attention, or None where this build has none."""
     return _KERNEL
 
@@ -96,15 +65,10 @@ def unsupported_input(dtype: torch.dtype, device: torch.device) -> str | None:
 
 def misfit(heads: Heads) -> str | None:
     """Why it cannot take these shapes and options; a compiled layer asks for this alone."""
-    query, key, value, scaling, window = heads
-    installed, size = kernel(), query.shape[-1]
-    assert installed is not None, "unsupported_input() was not asked"
+    query, key, value, _, _ = heads
+    size = query.shape[-1]
     if size > WIDEST or size % 8 or not size == key.shape[-1] == value.shape[-1]:
         return f"its kernel takes heads of up to {WIDEST} in steps of 8, not {size} with values of {value.shape[-1]}"
-    if not installed.scales and scaling not in (None, size**-0.5):
-        return f"its kernel in this torch cannot scale by {scaling}"
-    if window is not None and not installed.windows:
-        return "its kernel in this torch has no sliding window"
     return None
 
 
@@ -116,7 +80,8 @@ def attend(heads: Heads, at: Spans) -> Tensor:
     queries_THD, keys_TKD, values_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     if at.keys is not None:
         keys_TKD, values_TKD = repeated(keys_TKD, at.keys), repeated(values_TKD, at.keys)
-    out: Tensor = installed.function(
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _GROUPS_ON_REQUEST else {}
+    out: Tensor = installed(
         queries_THD,
         keys_TKD,
         values_TKD,
@@ -124,7 +89,10 @@ def attend(heads: Heads, at: Spans) -> Tensor:
         at.key_ends,
         at.most_queries,
         at.most_keys,
-        **installed.options(scaling, window, grouped=query.shape[1] != key.shape[1]),
+        scale=scaling,
+        # Keys to the left of the query's own: all, or as many as fill a window that counts the query's too.
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouped,
     )
     return out[None]
 

@@ -12,8 +12,6 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 from tandem.errors import bounded, check_bounds
 from tandem.lazy import Parameter, Tensor
 
-LARGEST_RATE = 0.01
-"""Learning rate above which a recipe is warned of: ten times the largest that adapters take."""
 _WIDENED = 1 << 22
 """Numbers of a narrow gradient that are widened at once, for its norm."""
 
@@ -108,13 +106,6 @@ class Optimizer(ABC):
         check_bounds(self)
         if self.schedule == "warmup_stable_decay" and self.decay_steps < 1:
             raise ValueError("decay_steps must be at least 1 with schedule: warmup_stable_decay")
-
-    def doubt(self) -> str:
-        """What is odd about the learning rate; empty if nothing is."""
-        if self.lr <= LARGEST_RATE:
-            return ""
-        usual = "a full fine-tune takes about 1e-6, an adapter about 1e-5"
-        return f"optimizer.lr is {self.lr:g}: one update is likely to ruin the policy; {usual}"
 
     def inert(self) -> Mapping[str, str]:
         """Options that change nothing given the others, and why."""

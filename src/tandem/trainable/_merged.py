@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,14 @@ class MergedLinear(nn.Linear):
     and the ``fold`` after it the layer computes with the weights before the update.
     """
 
-    def __init__(self, linear: nn.Linear, lora_A: Tensor, lora_B: Tensor, scale: float, on: Literal["host", "device"]):
+    def __init__(self, linear: nn.Linear, lora_A: Tensor, lora_B: Tensor, scale: float):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight = linear.weight
         self.bias = linear.bias
         self.lora_A = nn.Parameter(lora_A.detach())
         self.lora_B = nn.Parameter(lora_B.detach())
         self.scale = scale
-        # Not a buffer: where it lives is decided here, and `to` must not move it.
-        self._on = on
-        self._w0 = _copied(linear.weight.detach(), on)
+        self._w0 = linear.weight.detach().clone()  # not a buffer: it is not saved
         self._rows, self._columns = slice(None), slice(None)  # of W, those that are here
         self.train(linear.training)
 
@@ -55,22 +53,17 @@ class MergedLinear(nn.Linear):
     def cut(self, rows: slice, columns: slice) -> None:
         """Take W0 from ``weight``, a distributed tensor of which this rank has these rows and columns."""
         self._rows, self._columns = rows, columns
-        self._w0 = _copied(_here(self.weight), self._on)
+        self._w0 = _here(self.weight).clone()
 
     @torch.no_grad()
     def fold(self) -> None:
         """Write W0 + scale * B A, summed in float32 and rounded once, into the storage that ``weight`` has now."""
         weight, a, b = _here(self.weight), self.lora_A[:, self._columns], self.lora_B[self._rows]
-        if weight.is_cuda:
-            if self._on == "device" and not self._w0.is_cuda:  # the weights were moved into an engine's memory since
-                self._w0 = self._w0.to(weight.device)
-            elif self._on == "host" and not self._w0.is_pinned():
-                self._w0 = self._w0.pin_memory()
-        w0 = self._w0.to(weight.device, non_blocking=True)
+        self._w0 = self._w0.to(weight.device)  # the weights may have been moved into an engine's memory since
         if not len(weight):  # the last of several parts of few rows
             return
         rows = max(1, _CHUNK // self.in_features)
-        for w, w0_rows, b_rows in zip(weight.split(rows), w0.split(rows), b.split(rows), strict=True):
+        for w, w0_rows, b_rows in zip(weight.split(rows), self._w0.split(rows), b.split(rows), strict=True):
             # Not addmm in the weights' own type: on a GPU that rounds the product before it adds it.
             torch.add(w0_rows, _float32_product(b_rows, a), alpha=self.scale, out=w)
 
@@ -109,7 +102,7 @@ class _Product(torch.autograd.Function):
         return dx, None, None, da_RI, db_OR, None
 
 
-def convert(adapted: nn.Module, scale: float, on: Literal["host", "device"]) -> nn.Module:
+def convert(adapted: nn.Module, scale: float) -> nn.Module:
     """Turn a PEFT model's adapted layers into merged ones; returns the causal model itself, unwrapped.
 
     Raises:
@@ -124,7 +117,7 @@ def convert(adapted: nn.Module, scale: float, on: Literal["host", "device"]) -> 
         linear = layer.get_base_layer()
         _check(name, linear, owners[id(linear.weight)])
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        model.set_submodule(name, MergedLinear(linear, a, b, scale, on))
+        model.set_submodule(name, MergedLinear(linear, a, b, scale))
     del model.peft_config  # PEFT left it; it is a plain model again
     return model
 
@@ -143,11 +136,3 @@ def _check(name: str, linear: Any, owners: int) -> None:
         return
     remedy = "leave it out of trainable.target_modules, or set merged: false"
     raise ConfigError(f"trainable.merged: {name} cannot hold W0 + alpha/rank * B A, since {what}; {remedy}")
-
-
-def _copied(weight: Tensor, on: Literal["host", "device"]) -> Tensor:
-    """A copy of a weight."""
-    if on == "device" or not weight.is_cuda:
-        return weight.clone()
-    # Pinned: the copy back at each fold then runs at the bus's speed.
-    return torch.empty_like(weight, device="cpu", pin_memory=True).copy_(weight)

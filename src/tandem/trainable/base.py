@@ -130,8 +130,8 @@ class Trainable(ABC):
         """What of a prepared model is trained, in words; nothing where that is all of it."""
         return ""
 
-    def kept_bytes(self, model: torch.nn.Module, *, on_host: bool) -> int:
-        """Bytes kept where the weights are, beside the model's parameters; ``on_host``: the weights are on the host."""
+    def kept_bytes(self, model: torch.nn.Module) -> int:
+        """Bytes kept where the weights are, beside the model's parameters."""
         return 0
 
     def beside_text(self, model: torch.nn.Module) -> set[int]:

@@ -55,7 +55,7 @@ class Full(Trainable):
             _reload(model, folder)
 
 
-def write_part(model: Any, tensors: Mapping[str, Tensor], folder: Path, number: int, of: int) -> list[Path]:
+def write_part(model: Any, tensors: Mapping[str, Tensor], folder: Path, number: int, of: int) -> None:
     """Write one of several weight files of a model's folder; the first brings the model's configuration.
 
     Args:
@@ -71,13 +71,12 @@ def write_part(model: Any, tensors: Mapping[str, Tensor], folder: Path, number: 
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"model-{number + 1:05d}-of-{of:05d}.safetensors"
     save_file(revert_weight_conversion(model, dict(tensors)), file, metadata={"format": "pt"})
-    if number:
-        return [file]
-    aside = folder / ".configuration"  # transformers would remove the other ranks' files
-    model.save_pretrained(aside, state_dict={})
-    configuration = [other.rename(folder / other.name) for other in aside.glob("*.json")]
-    shutil.rmtree(aside)
-    return [file, *configuration]
+    if number == 0:
+        aside = folder / ".configuration"  # transformers would remove the other ranks' files
+        model.save_pretrained(aside, state_dict={})
+        for other in aside.glob("*.json"):
+            other.rename(folder / other.name)
+        shutil.rmtree(aside)
 
 
 def write_index(folder: Path) -> None:

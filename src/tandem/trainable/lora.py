@@ -55,8 +55,6 @@ class Lora(Trainable):
     """Multiply by alpha/sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     merged: bool = False
     """The engine's weights hold W0 + alpha/rank * B A; no adapter kernels anywhere, but W0 is kept as well."""
-    base_on: Literal["host", "device"] = "device"
-    """Where merged keeps W0 of the adapted layers: host frees an accelerator's memory and makes each step wait."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,10 +68,6 @@ class Lora(Trainable):
                 re.compile(self.target_modules)
             except re.error as error:
                 raise ValueError(f"target_modules is no regular expression: {error}") from error
-
-    def inert(self) -> Mapping[str, str]:
-        """Only merged keeps W0."""
-        return {} if self.merged else {"base_on": "merged is false, so W0 is the weight itself"}
 
     @property
     def payload(self) -> Literal["weights", "adapter"]:
@@ -96,7 +90,7 @@ class Lora(Trainable):
         if self.merged:
             from tandem.trainable import _merged
 
-            return _merged.convert(adapted, self._scaling, self.base_on)
+            return _merged.convert(adapted, self._scaling)
         from tandem.trainable import _adapted  # which imports PEFT
 
         return _adapted.adapt(adapted)
@@ -242,10 +236,8 @@ class Lora(Trainable):
         plain: dict[str, Any] = config.to_dict()
         return {key: sorted(value) if isinstance(value, set) else value for key, value in plain.items()}
 
-    def kept_bytes(self, model: torch.nn.Module, *, on_host: bool) -> int:
-        """W0 of the adapted layers, if it is kept where the weights are."""
-        if self.base_on == "host" and not on_host:
-            return 0
+    def kept_bytes(self, model: torch.nn.Module) -> int:
+        """Merged: W0 of the adapted layers."""
         return sum(layer.weight.nbytes for _, layer in _merged_layers(model))
 
     def live_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:

@@ -33,18 +33,18 @@ from tandem.rollout.teacher import Score, ServedTeacher
 from tandem.rollout.template import Template
 from tandem.trainer import environments, loop, out_of_memory, run_folder, user_code
 from tandem.trainer import memory_plan as memory
-from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
+from tandem.trainer.checkpoint import Checkpoints, restore_weights
 from tandem.trainer.evaluate import Evaluator, held_out
 from tandem.trainer.live import live_policy, model_of, rank_device, reference_of
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs, is_cut
 from tandem.trainer.rank_counts import RankCounts
-from tandem.trainer.ranks import checks, layout
+from tandem.trainer.ranks import checks
 from tandem.trainer.record import records
 from tandem.trainer.requirements import engine_requirements, started_on_ours
 from tandem.trainer.run_lock import RunLock
 from tandem.trainer.staging import staging_of
-from tandem.trainer.state import TrainerState
+from tandem.trainer.state import TrainerState, checkpoints_in
 from tandem.trainer.step import Step
 from tandem.trainer.world import World
 from tandem.types import Json, PolicyVersion
@@ -93,7 +93,7 @@ async def _train(
     on_step: OnStep | None,
     stop: asyncio.Event,
 ) -> Path:
-    recipe, config = config, layout.placed(environments.counted(config))
+    recipe, config = config, environments.counted(config)
     counts = RankCounts.of(config)
     checks.check_config(config)
     if placement is not None:
@@ -104,7 +104,6 @@ async def _train(
     with waits.blocking("trainer", "its shape, prompts and memory", model_of(config), config.timeouts.wait_seconds):
         model = load_config(config.model)
         checks.check_model_heads(config, model)
-        checks.check_router_replay(config, model)
         longest = environments.longest_prompt(config, model, tasks.get("train", {}))
         planner = memory.planner(config, model, prompt_tokens=longest, resumed=resume)
         planner.plan(config).require()
@@ -112,20 +111,18 @@ async def _train(
     folder = dog.folder = resume or run_folder.new_folder(recipe)
     lock.take(folder)
     with run_folder.reporting(folder), out_of_memory.explained(config), vitals.shown(folder):
-        for doubt in filter(None, (counts.idle_options(config), config.optimizer.doubt())):
-            log.warning("%s", doubt)
         if resume:
             run_folder.write_recipe(recipe, folder)  # what this resume changed holds for the next one too
-        steps = saved_steps(folder / "checkpoints")
+        step = max(checkpoints_in(folder / "checkpoints"), default=0)
         if resume:
-            for change in user_code.keep(config, folder, steps[-1] if steps else 0):
+            for change in user_code.changes(config, folder):
                 log.warning("%s: the run goes on with it as it is; for the run that was begun, put it back", change)
         info = RunInfo(
             name=folder.name,
             folder=folder,
             steps=config.steps,
             config=recipes.as_json(config),
-            resumed_step=steps[-1] if steps else 0,
+            resumed_step=step,
         )
         alarms = AlarmWatch(info.config)
         with Telemetry(info, config.loggers, alarms, on_step) as telemetry:

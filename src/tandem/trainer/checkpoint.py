@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,10 +29,9 @@ from tandem.observability import trace, waits
 from tandem.observability.emit import Telemetry
 from tandem.optimizers.base import Stepper
 from tandem.trainable.full import write_index
-from tandem.trainer import digests
 from tandem.trainer.run_lock import RunLock
 from tandem.trainer.staging import Staging
-from tandem.trainer.state import TrainerState
+from tandem.trainer.state import TrainerState, checkpoints_in
 from tandem.trainer.work import LocalWork
 from tandem.trainer.world import Hold, World, Write
 
@@ -42,13 +41,6 @@ WHOLE = "optimizer.safetensors"
 """States that one process wrote."""
 SHARDS = "optimizer"
 """Folder of states of which several ranks each wrote a share."""
-FORMAT = 2
-"""Of a checkpoint's files."""
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints in a run's ``checkpoints`` folder, oldest first."""
-    return list(digests.steps_in(folder))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,19 +158,15 @@ class Checkpoints:
         """Give a checkpoint its name once the files of every rank are on disk."""
         aside = _aside(final)
         writing = asyncio.gather(self.staging.write(write, aside), self.world.written(), return_exceptions=True)
-        here, known = await writing
-        # Now that no rank writes any more.
-        if isinstance(here, BaseException):
-            raise here
-        if isinstance(known, BaseException):
-            raise known
-        await self.staging.write(_seal, aside, final, known)
+        for result in await writing:  # now that no rank writes any more
+            if isinstance(result, BaseException):
+                raise result
+        await self.staging.write(_seal, aside, final)
 
     def _tidy(self) -> None:
         """Remove the oldest; renamed first, since half of a checkpoint must not bear its name."""
         machine.trim()  # what is written was copied to the host first
-        for step in saved_steps(self.folder)[: -self.world.config.checkpoint.keep]:
-            old = self.folder / f"{step:06d}"
+        for old in list(checkpoints_in(self.folder).values())[: -self.world.config.checkpoint.keep]:
             try:
                 shutil.rmtree(old.rename(_aside(old)))
             except OSError as error:
@@ -194,8 +182,8 @@ class Checkpoints:
             # tokenizers raises a bare Exception where the disk refuses.
             if not isinstance(error, (OSError, SafetensorError)) and type(error) is not Exception:
                 raise
-            newest = saved_steps(self.folder)
-            newest_text = f"the newest checkpoint is step {newest[-1]}" if newest else "there is no checkpoint yet"
+            newest = max(checkpoints_in(self.folder), default=None)
+            newest_text = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is step {newest}"
             remedy = f"Free disk space or mend the folder, then go on with: {command('train', self.folder.parent)}"
             what = f"checkpoint of step {step} cannot be written to {self.folder}: {error}"
             raise CheckpointError(f"{what}; {newest_text}. {remedy}") from error
@@ -209,7 +197,7 @@ class Checkpoints:
             if self.work.reference is not None and (saved := hold(self.work.reference.state_dict())):
                 parts.append(lambda aside: save_file(saved, aside / "reference.safetensors"))
             rng = tuple(torch.get_rng_state().tolist())
-            text = json.dumps({"format": FORMAT, **dataclasses.replace(state, rng=rng).to_json()})
+            text = json.dumps(dataclasses.replace(state, rng=rng).to_json())
             parts.append(lambda aside: (aside / "state.json").write_text(text, encoding="utf-8"))
         return partial(_write_each, parts)
 
@@ -230,21 +218,13 @@ class Checkpoints:
         log.info("restored step %d from %s", state.step, path)
 
 
-def staged_states(stepper: Stepper, rank: int, hold: Hold) -> Callable[[Path], list[Path]]:
-    """What writes a rank's share of the optimizer's states, as they are now, into a checkpoint's folder.
-
-    It returns the files that it wrote, on disk.
-    """
+def staged_states(stepper: Stepper, rank: int, hold: Hold) -> Write:
+    """What writes a rank's share of the optimizer's states, as they are now, into a checkpoint's folder."""
     states = hold(stepper.state_dict())
     if isinstance(stepper, SharesStates):
         shares = stepper.shares(states)
         return lambda folder: state_shards.write(folder / SHARDS, shares, rank)
-
-    def write(folder: Path) -> list[Path]:
-        save_file(states, folder / WHOLE)
-        return [folder / WHOLE]
-
-    return write
+    return lambda folder: save_file(states, folder / WHOLE)
 
 
 def load_states(path: Path, stepper: Stepper, reference: ReferenceWeights | None) -> None:
@@ -268,22 +248,16 @@ def load_states(path: Path, stepper: Stepper, reference: ReferenceWeights | None
 async def restore_weights(folder: Path, world: World, fresh: TrainerState) -> TrainerState:
     """Load the weights of the newest checkpoint in ``folder`` on every rank; its state, or ``fresh`` if there is none.
 
-    Every file of it is held against its digest first.
-
     Raises:
-        CheckpointError: it cannot be read, is damaged, or the recipe is not the one it was made with.
+        CheckpointError: it cannot be read, or the recipe is not the one it was made with.
     """
     for leftover in folder.glob(".*.tmp"):
         shutil.rmtree(leftover)
-    steps = digests.steps_in(folder)
+    steps = checkpoints_in(folder)
     if not steps:
         return fresh
     path = steps[max(steps)]
-    reader = f"the checkpoint reader at {path}"
     policy, trainable = world.policy, world.config.trainable
-    looking = policy.compute(digests.damage, path)
-    if damage := await waits.wait(looking, owner="trainer", reason="its files to be checked", on=reader):
-        raise CheckpointError(f"{damage}; {digests.remedy(path)}")
     if not any((path / name).exists() for name in ("state.json", WHOLE, SHARDS)):
         raise CheckpointError(f"{path} holds weights alone, which no run goes on from; use tandem eval or export")
     state = _read_state(path)
@@ -291,7 +265,7 @@ async def restore_weights(folder: Path, world: World, fresh: TrainerState) -> Tr
         recipe = folder.parent / "config.yaml"
         raise CheckpointError(f"{path} was made with other settings than {recipe}; put it back, or start a new run")
     loading = policy.compute(trainable.load, policy.model, path / trainable.folder_name)
-    await waits.wait(loading, owner="trainer", reason="its weights", on=reader)
+    await waits.wait(loading, owner="trainer", reason="its weights", on=f"the checkpoint reader at {path}")
     await world.load_weights(path / trainable.folder_name)
     return state
 
@@ -308,11 +282,10 @@ def _make_anew(aside: Path) -> None:
     aside.mkdir(parents=True)
 
 
-def _seal(aside: Path, final: Path, known: Mapping[str, str]) -> None:
+def _seal(aside: Path, final: Path) -> None:
     """Give a folder in which everything is written its name, durably."""
     if any((aside / "model").glob("model-*-of-*.safetensors")):
         write_index(aside / "model")
-    digests.write(aside, known)
     machine.apply_umask(aside)
     _flush(aside)
     aside.rename(final)
@@ -327,15 +300,11 @@ def _aside(path: Path) -> Path:
 def _read_state(path: Path) -> TrainerState:
     file = path / "state.json"
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        if stored["format"] > FORMAT:
-            later = f"a later Tandem, in format {stored['format']}; this one reads up to {FORMAT}"
-            raise CheckpointError(f"{path} was written by {later}; go on with the Tandem that wrote it")
-        state = TrainerState.from_json(stored)
+        state = TrainerState.from_json(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(_unreadable(file, error)) from error
     if state.step != int(path.name):
-        raise CheckpointError(f"{path} holds the state of step {state.step}; {digests.remedy(path)}")
+        raise CheckpointError(f"{path} holds the state of step {state.step}; remove it, and go on from an older one")
     return state
 
 
@@ -349,7 +318,8 @@ def _read_tensors(file: Path, load: Callable[[dict[str, torch.Tensor]], None]) -
 
 
 def _unreadable(file: Path, error: Exception) -> str:
-    return f"{file} cannot be read ({type(error).__name__}: {error}); {digests.remedy(file.parent)}"
+    remedy = f"remove {file.parent}, and go on from an older checkpoint"
+    return f"{file} cannot be read ({type(error).__name__}: {error}); {remedy}"
 
 
 def _flush(folder: Path) -> None:

@@ -67,10 +67,8 @@ def model_of(config: RunConfig) -> str:
 
 
 def rank_device(local_rank: int) -> torch.device:
-    """Accelerator of a rank, by its number on its host; where there are fewer of them, ranks take them in turn."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    """Accelerator of a rank, by its number on its host."""
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def changing(config: RunConfig, policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:

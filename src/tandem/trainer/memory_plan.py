@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config.loading import RunConfig
-from tandem.engines.base import ExportsWeights, ReceivesBroadcast, ReportsChecksums
+from tandem.engines.base import ReportsChecksums
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine, accelerator, host, readable
 from tandem.trainer.meta_model import MetaModel
-from tandem.trainer.pairs import has_slices, is_cut, ranks_of_engine, shards_of
+from tandem.trainer.pairs import has_engines_beside, has_slices, is_cut, ranks_of_engine, shards_of
 from tandem.trainer.rank_counts import RankCounts
 
 When = Literal["always", "starting", "running", "sampling", "training"]
@@ -47,7 +47,7 @@ OPTIONS = {
     "weights": "a smaller model, or dtype: bfloat16",
     "optimizer": "trainable: lora, optimizer: adamw8bit, or adamw_cpu, whose states are on the host",
     "reference": "reference: null",
-    "frozen base": "trainable.merged: false, or trainable.base_on: host",
+    "frozen base": "trainable.merged: false",
     "activations": "a lower micro_batch_tokens or checkpointing: full",
     "slack": "a lower micro_batch_tokens",
     "gradients": "trainable: lora",
@@ -55,7 +55,6 @@ OPTIONS = {
     "KV cache": "a lower sampling.max_tokens, context or engine.max_rows",
     "engine": "a lower engine.gpu_memory_utilization or engine.kv_cache_gb",
     "engine's copy": "sync: shared, which needs no copy",
-    "buckets": "a lower sync.bucket_mb",
     "checkpoint": "checkpoint.asynchronous: false",
     "programs": "a lower grading.workers",
 }
@@ -137,56 +136,6 @@ def _sum(lines: list[MemoryLine]) -> int:
     return sum(line.bytes for line in lines)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engines:
-    """The engines of a run that sample in processes of their own; those that run already take nothing."""
-
-    apart: bool
-    """There are such engines."""
-    exported: bool = False
-    """The trainer's weights are those in an engine's memory."""
-    started: int = 0
-    """How many are started on this machine."""
-    near: int = 0
-    """How many of these are where the trainer's weights are: on its accelerator, or on the host."""
-    held: float = 1.0
-    """Share of one engine's weights that is there."""
-    share: float = 0.0
-    """Share of the accelerator that each near one fills, weights and cache; 0 where they are counted apart."""
-    cache: int = 0
-    """Bytes of keys and values of each near one."""
-
-    @classmethod
-    def of(cls, config: RunConfig, machine: Machine, resumed: Path | None, ranks: RankCounts) -> Engines:
-        """Those of a recipe, or those that the run in ``resumed`` left running."""
-        if ReportsChecksums not in config.engine.capabilities:
-            return cls(apart=False)
-        from tandem.engines.vllm.spec import CPU_CACHE_GB, Vllm
-        from tandem.trainer.ranks.engines import devices_apart
-
-        engine, exported = config.engine, config.sync.capability is ExportsWeights
-        if not isinstance(engine, Vllm) or engine.urls or _left_running(resumed):
-            return cls(apart=True, exported=exported)
-        workers, started = engine.tensor_parallel_size, engine.replicas
-        if ranks.world > 1 and has_slices(config):  # one for so many ranks
-            started = max(1, ranks.local // workers)
-        near = started if machine.is_host else engine.replicas
-        devices = engine.devices if ranks.world == 1 else devices_apart(config, ranks.local)
-        if devices and not machine.is_host and not exported:
-            ours = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
-            near = sum(ours in each.replace(" ", "").split(",") for each in devices)
-        here = workers if machine.is_host else 1
-        return cls(
-            apart=True,
-            exported=exported,
-            started=started,
-            near=near,
-            held=here / workers,
-            share=0.0 if machine.is_host or engine.kv_cache_gb > 0 else engine.gpu_memory_utilization,
-            cache=here * int((engine.kv_cache_gb or CPU_CACHE_GB) * 1e9),
-        )
-
-
 def _left_running(resumed: Path | None) -> bool:
     from tandem.engines.vllm.client.process import EngineRecord
     from tandem.processes import alive_after
@@ -216,13 +165,7 @@ class Planner:
 
     def plan(self, config: RunConfig) -> MemoryPlan:
         """Every line of a run."""
-        engines = Engines.of(config, self.machine, self.resumed, self.ranks)
-        lines = [
-            *self._engine_lines(config, engines),
-            *self._weight_lines(config, engines),
-            *self._training_lines(config),
-            *([] if engines.apart else [self._cache_line(config)]),
-        ]
+        lines = [*self._engine_lines(config), *self._weight_lines(config), *self._training_lines(config)]
         return MemoryPlan(
             lines=tuple(line for line in lines if line.bytes),
             overlap=config.max_lag > 0,
@@ -235,68 +178,98 @@ class Planner:
     ) -> MemoryLine:
         """A line; ``each``: every rank that shares this memory has it."""
         on_host = self.machine.is_host or beside
-        times = (self.ranks.local if on_host else self.ranks.per_gpu) if each else 1
+        times = self.ranks.local if each and on_host else 1
         why = f"{times} ranks × {why}" if times > 1 else why
         beside = beside and not self.machine.is_host
         return MemoryLine(name=name, bytes=int(size) * times, why=why, when=when, beside=beside)
 
-    def _engine_lines(self, config: RunConfig, engines: Engines) -> list[MemoryLine]:
-        """Processes, engines, and buffers on the way to them."""
-        counts, width, is_host, near = self.modelled.counts, _width(config), self.machine.is_host, engines.near
+    def _engines(self, config: RunConfig) -> tuple[int, int]:
+        """How many engines are started on this machine, and how many of them take memory where the weights are.
+
+        Those that run already, at urls or left by the run in ``resumed``, have theirs.
+        """
+        from tandem.engines.vllm.spec import Vllm
+        from tandem.trainer.ranks.engines import devices_apart
+
+        engine = config.engine
+        if not isinstance(engine, Vllm) or engine.urls or _left_running(self.resumed):
+            return 0, 0
+        started = engine.replicas
+        if self.ranks.world > 1 and has_slices(config):  # one for so many ranks
+            started = max(1, self.ranks.local // engine.tensor_parallel_size)
+        if self.machine.is_host:
+            return started, started
+        devices = engine.devices if self.ranks.world == 1 else devices_apart(config, self.ranks.local)
+        if not devices or has_engines_beside(config):
+            return started, engine.replicas
+        ours = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
+        return started, sum(ours in each.replace(" ", "").split(",") for each in devices)
+
+    def _share(self, config: RunConfig) -> float:
+        """Share of the accelerator that an engine fills, weights and cache; 0 where these are counted apart."""
+        engine: Any = config.engine
+        return 0.0 if self.machine.is_host or engine.kv_cache_gb > 0 else float(engine.gpu_memory_utilization)
+
+    def _engine_lines(self, config: RunConfig) -> list[MemoryLine]:
+        """Processes, and the engines' weights and caches."""
+        from tandem.engines.vllm.spec import CPU_CACHE_GB
+
+        (started, near), is_host = self._engines(config), self.machine.is_host
         graders = config.grading.processes(config.groups_per_step * config.group_size) * max(1, len(config.sources))
-        programs = LIBRARIES * self.ranks.local + graders * GRADER + engines.started * ENGINE
-        why = f"Python and its libraries, graders: {graders}, engines: {engines.started}"
+        programs = LIBRARIES * self.ranks.local + graders * GRADER + started * ENGINE
+        why = f"Python and its libraries, graders: {graders}, engines: {started}"
         lines = [self._line("programs", programs, why, beside=True, each=False)]
         if not is_host:
             lines.append(self._line("driver", (1 + near) * DRIVER, f"of an accelerator, in {1 + near} processes"))
-        when: When = "sampling" if getattr(config.engine, "sleep", 0) else "always"
-        each, copy = not is_host, near * engines.held * counts.base * width
-        filled = engines.share * self.machine.total or engines.cache
-        what = "of the accelerator for weights and cache" if engines.share else "of keys and values"
-        lines.append(self._line("engine", near * filled, f"{near} × {readable(filled)} {what}", when, each=each))
-        if not (engines.share or engines.exported):
-            lines.append(self._line("engine's copy", copy, "its own weights, where new ones are sent", when, each=each))
-        if getattr(config.engine, "sleep", 0) == 1:
+        if ReportsChecksums not in config.engine.capabilities:
+            return [*lines, self._cache_line(config)]
+        if not near:
+            return lines
+        engine: Any = config.engine
+        here = engine.tensor_parallel_size if is_host else 1  # of its workers
+        share, cache = self._share(config), here * int((engine.kv_cache_gb or CPU_CACHE_GB) * 1e9)
+        when: When = "sampling" if engine.sleep else "always"
+        filled = share * self.machine.total or cache
+        what = "of the accelerator for weights and cache" if share else "of keys and values"
+        why = f"{near} × {readable(filled)} {what}"
+        lines.append(self._line("engine", near * filled, why, when, each=not is_host))
+        copy = near * here * self.modelled.counts.base * _width(config) // engine.tensor_parallel_size
+        if not share and not has_engines_beside(config):
+            why = "its own weights, where new ones are sent"
+            lines.append(self._line("engine's copy", copy, why, when, each=not is_host))
+        if engine.sleep == 1:
             lines.append(self._line("engine asleep", copy, "its weights while it sleeps", beside=True, each=False))
-        if config.sync.capability is ReceivesBroadcast:
-            sync: Any = config.sync
-            size = 2 * (1 + near) * min(max(sync.bucket_mb << 20, counts.largest * width), counts.trainable * width)
-            why, beside = "two at each end of the broadcast", sync.backend == "gloo"
-            lines.append(self._line("buckets", size, why, beside=beside, each=False))
         return lines
 
-    def _weight_lines(self, config: RunConfig, engines: Engines) -> list[MemoryLine]:
+    def _weight_lines(self, config: RunConfig) -> list[MemoryLine]:
         """Weights, what is kept beside them, and the optimizer's states."""
         line, counts, width = self._line, self.modelled.counts, _width(config)
         whole, base, trainable = counts.parameters * width, counts.base * width, counts.trainable
         cut, workers = self.ranks.world > 1 and config.distributed.shard == "weights", ranks_of_engine(config)
         parts, is_adapter = shards_of(config, self.ranks.world), config.trainable.folder_name != "model"
-        shards = 1 if is_adapter else parts
+        shards, is_exported = 1 if is_adapter else parts, has_engines_beside(config)
         lines = []
         no_whole = self.ranks.world > 1 and is_cut(config)
-        if no_whole and (is_adapter or not engines.exported):
+        if no_whole and (is_adapter or not is_exported):
             if is_adapter:  # a trained model's parts are its masters
-                lines.append(line("weights", base // parts, f"1/{parts} of the frozen weights"))
-                lines.append(line("adapter", whole - base, "its tensors, which every rank has"))
+                why = f"1/{parts} of the frozen weights, and the adapter"
+                lines.append(line("weights", base // parts + whole - base, why))
             why = "the model as it is loaded, before ranks take their parts"
             lines.append(line("loading", base, why, "starting", beside=True, each=False))
-        elif not engines.exported:
+        elif not is_exported:
             lines.append(line("weights", whole, f"{counts.parameters:,} parameters × {width} bytes"))
         else:
-            ours = base // workers if engines.near and not engines.share else 0  # else part of what the engine holds
-            lines.append(line("weights", ours, "one copy for trainer and engine"))
-            lines.append(line("adapter", whole - base, "its tensors, which the trainer holds"))
-            copies = base * (1 + (self.machine.is_host and engines.near > 0))
+            _, near = self._engines(config)
+            ours = base // workers if near and not self._share(config) else 0  # else part of what the engine holds
+            lines.append(line("weights", ours + whole - base, "one copy for trainer and engine, and the adapter"))
+            copies = base * (1 + (self.machine.is_host and near > 0))
             why = "the model as it is loaded, before the engine's takes its place"
             lines.append(line("loading", copies, why, "starting", beside=True, each=not cut))
         why = "the adapted layers' own weights, beside the merged ones"
-        kept, kept_on_host = (each // (parts if no_whole else 1) for each in (counts.kept, counts.kept_on_host))
-        lines += [line("frozen base", kept, why), line("frozen base", kept_on_host, why, beside=True)]
+        lines.append(line("frozen base", counts.kept // (parts if no_whole else 1), why))
         if config.reference is not None:
             why, copy = "a second copy of the weights that are trained", self._reference(config)
             if cut and config.trainable.payload == "weights":  # of trained ones a rank has float32 parts
-                loading = "a second copy of the weights as they are loaded"
-                lines.append(line("whole reference", copy, loading, "starting", beside=True, each=False))
                 copy = (copy if is_adapter else trainable * max(4, width)) // parts
                 why = f"1/{parts} of {why}"
             lines.append(line("reference", copy, why))
@@ -365,10 +338,6 @@ class Planner:
         why = f"{rows} rows × ({grown:,} tokens × {token:,} bytes + {logits:,} of logits)"
         return self._line("KV cache", rows * (grown * token + logits), why, "sampling", each=False)
 
-    def engine_weights(self, config: RunConfig) -> int:
-        """Bytes of the weights that each accelerator of an engine holds."""
-        return self.modelled.counts.base * _width(config) // int(getattr(config.engine, "tensor_parallel_size", 1))
-
     def checkpoint_bytes(self, config: RunConfig) -> int:
         """Bytes of one checkpoint on disk, at most: what is trained and the optimizer's state."""
         counts, width = self.modelled.counts, _width(config)
@@ -377,7 +346,7 @@ class Planner:
 
     def _reference(self, config: RunConfig) -> int:
         counts = self.modelled.counts
-        return (counts.kept + counts.kept_on_host) or counts.trainable * _width(config)
+        return counts.kept or counts.trainable * _width(config)
 
     def longest(self, config: RunConfig) -> tuple[int, int]:
         """Tokens of the longest prompt, and of what may follow it."""
@@ -414,7 +383,7 @@ def planner(
     """
     machine = machine or accelerator() or host()
     return Planner(
-        modelled=MetaModel(config, model_config, on_host=machine.is_host),
+        modelled=MetaModel(config, model_config),
         model_config=model_config,
         machine=machine,
         beside=None if machine.is_host else beside or host(),

@@ -23,9 +23,7 @@ class Counts:
     base: int
     """Those that an engine lends: all but an adapter's."""
     kept: int
-    """Bytes of frozen weights kept beside those that are sampled from, where these are."""
-    kept_on_host: int
-    """Bytes of them that are kept on the host."""
+    """Bytes of frozen weights kept beside those that are sampled from."""
     head: int
     """Numbers in the head's weight if it is trained, else 0."""
     tied: bool
@@ -35,7 +33,7 @@ class Counts:
 class MetaModel:
     """A model on torch's meta device, as ``trainable`` prepares it."""
 
-    def __init__(self, config: RunConfig, model_config: Any, *, on_host: bool):
+    def __init__(self, config: RunConfig, model_config: Any):
         """Build it.
 
         Raises:
@@ -54,7 +52,6 @@ class MetaModel:
         self.layers: int = model_config.get_text_config().num_hidden_layers
         self.adapted = trainable.described(model)
         trained = [p.numel() for p in model.parameters() if p.requires_grad]
-        kept = trainable.kept_bytes(model, on_host=on_host)
         causal: Any = getattr(model, "get_base_model", lambda: model)()
         head = causal.get_output_embeddings().weight
         self.counts = Counts(
@@ -62,8 +59,7 @@ class MetaModel:
             trainable=sum(trained),
             largest=max(trained),
             base=sum(p.numel() for p in trainable.base_names(model).values()),
-            kept=kept,
-            kept_on_host=trainable.kept_bytes(model, on_host=True) - kept,
+            kept=trainable.kept_bytes(model),
             head=head.numel() if head.requires_grad else 0,
             tied=head is causal.get_input_embeddings().weight,
         )

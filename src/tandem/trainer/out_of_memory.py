@@ -31,24 +31,10 @@ def explained(config: RunConfig) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not _PHRASES.search(str(error)):
             raise
-        text = f"What to change: {'; '.join(_changes(config))}."
+        lower = f"lower micro_batch_tokens (now {config.micro_batch_tokens}), sampling.max_tokens or context"
+        engine = "of an engine gpu_memory_utilization or max_rows"
+        text = f"What to change: {lower}, {engine}, or set checkpointing: full or trainable: lora."
         if isinstance(error, TandemError):
             error.args = (f"{error}\n{text}",)
             raise
         raise DoesNotFit(f"out of memory: {message_of(error)}\n{text}") from error
-
-
-def _changes(config: RunConfig) -> Iterator[str]:
-    """Options that lower memory, with values."""
-    if config.micro_batch_tokens > 64:
-        yield f"micro_batch_tokens={config.micro_batch_tokens // 2} (now {config.micro_batch_tokens})"
-    if config.checkpointing != "full":
-        yield f"checkpointing=full (now {config.checkpointing})"
-    share = getattr(config.engine, "gpu_memory_utilization", None)
-    if share is not None:
-        yield f"engine.gpu_memory_utilization={0.8 * share:.2g} (now {share:g}; higher where the engine lacks room)"
-    if (rows := getattr(config.engine, "max_rows", 0)) > 1:
-        yield f"engine.max_rows={rows // 2} (now {rows})"
-    if config.trainable.folder_name == "model":
-        yield "trainable=lora"
-    yield "sampling.max_tokens or context, lower"

@@ -19,8 +19,6 @@ class RankCounts:
     """Those of the run, over which states are divided."""
     local: int = 1
     """Those of this host, which share its memory."""
-    per_gpu: int = 1
-    """Most of them that share one GPU."""
 
     @classmethod
     def of(cls, config: RunConfig) -> RankCounts:
@@ -31,20 +29,9 @@ class RankCounts:
         """
         if (placement := Placement.from_environment(os.environ)) is not None:
             placement.check_ranks(config.ranks)
-            return cls._sharing(config, placement.world_size, placement.local_world_size)
+            return cls(world=placement.world_size, local=placement.local_world_size)
         if config.ranks is None and config.distributed != Distributed():
             alone = "ranks is not set and no launcher started several processes"
             raise ConfigError(f"distributed changes nothing: {alone}; set ranks, or remove distributed")
         world = max(1, len(visible_accelerators(os.environ))) if config.ranks == "auto" else config.ranks or 1
-        return cls._sharing(config, world, world)
-
-    def idle_options(self, config: RunConfig) -> str:
-        """That options for several ranks change nothing here, where ``ranks: auto`` is one; empty if none is given."""
-        if self.world > 1 or config.distributed == Distributed():
-            return ""
-        return "ranks is 1 here, by a launcher or as auto where no second GPU is visible: distributed changes nothing"
-
-    @classmethod
-    def _sharing(cls, config: RunConfig, world: int, local: int) -> RankCounts:
-        gpus = len(visible_accelerators(os.environ)) if config.distributed.share_gpus else 0
-        return cls(world=world, local=local, per_gpu=-(-local // gpus) if gpus else 1)
+        return cls(world=world, local=world)

@@ -29,9 +29,6 @@ log = logging.getLogger(__name__)
 ECHO_SECONDS = 1.0
 """A signal that comes again so soon is the same one: ``timeout`` and others send it to the process and to its group."""
 
-MOST_OF_A_NAME = 100
-"""Characters of a run's folder name that its environments may take; file systems end a name at 255 bytes."""
-
 
 def new_folder(config: RunConfig) -> Path:
     """Make the run's folder, its recipe in it.
@@ -61,10 +58,8 @@ def new_folder(config: RunConfig) -> Path:
 def _default_name(config: RunConfig) -> str:
     """<env>-<model>-<UTC time>; the first of many environments, and how many others there are."""
     names = list(config.sources) or ["broker" if config.broker else "sft"]
-    envs = "+".join(names)
-    if len(names) > 1 and len(envs) > MOST_OF_A_NAME:
-        envs = f"{names[0]}+{len(names) - 1}"
-    return f"{envs}-{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    others = f"+{len(names) - 1}" if len(names) > 1 else ""
+    return f"{names[0]}{others}-{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
 
 
 def write_recipe(config: RunConfig, folder: Path) -> None:

@@ -13,24 +13,12 @@ from tandem.config.loading import RunConfig
 from tandem.config.registry import SOURCES
 
 
-def keep(config: RunConfig, folder: Path, step: int = 0) -> list[str]:
-    """Keep the source of every module that the recipe names; what was kept before and has changed, in words.
-
-    Args:
-        config: the recipe.
-        folder: the run's.
-        step: the last step with what was kept before, which stays beside it under this number.
-    """
-    changed = changes(config, folder)
+def keep(config: RunConfig, folder: Path) -> None:
+    """Keep the source of every module that the recipe names, as the run was begun with."""
     for copy, source in _files(config, folder).items():
-        text = source.read_bytes()
-        if copy.is_file():
-            if copy.read_bytes() == text:
-                continue
-            copy.replace(copy.with_name(f"{copy.stem}.until-{step:06d}.py"))
-        copy.parent.mkdir(exist_ok=True)
-        copy.write_bytes(text)
-    return changed
+        if not copy.is_file():
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(source.read_bytes())
 
 
 def changes(config: RunConfig, folder: Path) -> list[str]:

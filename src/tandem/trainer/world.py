@@ -114,10 +114,9 @@ class World:
         """Have every rank stage its share of a checkpoint, this one by ``here``; the others then write theirs."""
         return await here
 
-    async def written(self) -> Mapping[str, str]:
-        """Digests of what other ranks have written of the staged checkpoint, once they have.
+    async def written(self) -> None:
+        """Wait until other ranks have written what they staged.
 
         Raises:
             OSError: the disk of one refuses, which is said once none of them writes any more.
         """
-        return {}

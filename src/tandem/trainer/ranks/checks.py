@@ -8,7 +8,6 @@ import torch
 
 from tandem.config.loading import RunConfig
 from tandem.distributed.placement import Placement
-from tandem.engines.base import ReportsChecksums
 from tandem.errors import ConfigError, UnsupportedPair
 from tandem.model import packing
 from tandem.model.context import CONTEXT_PARALLEL, check_heads
@@ -57,19 +56,17 @@ def check_gpus(config: RunConfig, counts: RankCounts) -> None:
         UnsupportedPair: says how many there are, and what would do.
     """
     local, gpus = counts.local, torch.cuda.device_count() if torch.cuda.is_available() else None
-    if counts.world == 1 or gpus is None or config.distributed.share_gpus:
+    if counts.world == 1 or gpus is None:
         return
     if gpus < local:
-        instead = "lower ranks, or share GPUs, slowly: distributed.share_gpus: true"
-        raise UnsupportedPair(f"ranks: {local} of this machine need as many GPUs, and it has {gpus}; {instead}")
+        raise UnsupportedPair(f"ranks: {local} of this machine need as many GPUs, and it has {gpus}; lower ranks")
     engine: Any = config.engine
     if not has_engines_apart(config) or engine.urls or engine.devices:
         return
-    needed = engine.replicas * engine.tensor_parallel_size
-    if gpus < local + needed:
-        engines = f"{engine.replicas} engines of {engine.tensor_parallel_size} GPUs need {local + needed} GPUs"
-        instead = f"lower ranks to {max(1, gpus - needed)} or engine.replicas, or choose sync: shared"
-        raise UnsupportedPair(f"ranks: {local} of this machine and {engines}, and it has {gpus}; {instead}")
+    needed = local + engine.replicas * engine.tensor_parallel_size
+    if gpus < needed:
+        instead = "lower ranks or engine.replicas, or choose sync: shared"
+        raise UnsupportedPair(f"ranks: {local} and the engines need {needed} GPUs, and it has {gpus}; {instead}")
 
 
 def check_division(config: RunConfig, world: int) -> None:
@@ -103,7 +100,6 @@ def check_division(config: RunConfig, world: int) -> None:
         ),
         "distributed.shard: weights and this optimizer; choose adamw": cuts_trained and not adamw,
         "distributed.shard: weights and optimizer.precision; leave it out": cuts_trained and precision != "masters",
-        "distributed.shard: weights and distributed.share_gpus; choose shard: states": sharded and divided.share_gpus,
         "distributed.shard: weights and matmul: fp8; leave matmul out": sharded and config.matmul == "fp8",
         "distributed.context_parallel and penalties of sampling; set those to their defaults": (
             shared > 1 and Penalties.of(config.sampling, []) is not None
@@ -149,9 +145,7 @@ def _refused_slices(config: RunConfig, world: int, placement: Placement | None) 
         f"distributed.replicas: {replicas} and {size}: {workers}: each replica is cut among {shards} ranks; set {size} "
         f"to {_divisors(shards)}, or distributed.replicas to fewer": shards % workers > 0,
         f"{size}: {workers} on a host that has {local} of them: an engine is within one host; set {size} to "
-        f"{_divisors(local)}, or choose distributed.shard: states": (
-            placement is not None and not _within_host(placement, workers)
-        ),
+        f"{_divisors(local)}, or choose distributed.shard: states": local % workers > 0,
     }
 
 
@@ -179,37 +173,6 @@ def check_model_heads(config: RunConfig, model_config: Any) -> None:
     check_heads(query_heads, key_heads, workers, option="engine.tensor_parallel_size")
 
 
-def check_router_replay(config: RunConfig, model_config: Any) -> None:
-    """Refuse ``router_replay`` of a model whose experts cannot be chosen, or in a way that loses the choice.
-
-    Raises:
-        ConfigError: says why, and what would do.
-    """
-    if not config.router_replay:
-        return
-    packing.check_replay(model_config)
-    if packing.chosen(model_config, config.packing).packing == "plain":
-        if config.checkpointing != "none":
-            raise ConfigError("router_replay: checkpointing needs packing: tree; set checkpointing: none")
-        if ReportsChecksums not in config.engine.capabilities:
-            raise ConfigError("router_replay: the embedded engine needs packing: tree; choose engine: vllm")
-
-
-def check_host(config: RunConfig, placement: Placement) -> None:
-    """Refuse an engine whose ranks are not all on this rank's host, which a rank knows of its own host alone.
-
-    Raises:
-        UnsupportedPair: names the option, and what can be done.
-    """
-    if has_slices(config):
-        _refuse(placement.world_size, _refused_slices(config, placement.world_size, placement))
-
-
 def _divisors(number: int) -> str:
     """Numbers above 1 that divide one, in words."""
     return " or ".join(str(each) for each in range(2, number + 1) if number % each == 0) or "a number that divides it"
-
-
-def _within_host(placement: Placement, neighbours: int) -> bool:
-    """Whether no group of so many neighbouring ranks has ranks of this host and others; a host's follow one another."""
-    return not (placement.rank - placement.local_rank) % neighbours and not placement.local_world_size % neighbours

@@ -8,8 +8,8 @@ from pathlib import Path
 from tandem.engines.base import Engine, EngineRequirements
 from tandem.trainer.pairs import has_slices
 from tandem.trainer.ranks.lead import ManyRanks
-from tandem.trainer.ranks.shared_slices import SharedSlices, TrainedSlices
-from tandem.trainer.ranks.slices import LeadSlices, RankSlices
+from tandem.trainer.ranks.shared_slices import SharedSlices
+from tandem.trainer.ranks.slices import RankSlices, TrainedSlices
 from tandem.trainer.world import Hold, Write
 from tandem.weight_sync.base import WeightSync
 from tandem.weight_sync.transaction.trained import Trained
@@ -18,7 +18,6 @@ from tandem.weight_sync.transaction.trained import Trained
 class CutRanks(ManyRanks):
     """Several ranks whose weights are cut, with engines beside or apart from them: none of them has all weights."""
 
-    _slices: LeadSlices
     _rank: RankSlices
 
     async def start_engine(self, stack: AsyncExitStack, requirements: EngineRequirements) -> Engine:
@@ -27,7 +26,6 @@ class CutRanks(ManyRanks):
         cutting = whole.compute(self.parts.cut, whole, self.config.trainable)
         self.policy = cut = await self._all("cut", None, cutting)
         self._rank = RankSlices(cut, whole.causal)
-        self._slices = LeadSlices(self._rank, self.ranks)
         return engine
 
     @property
@@ -37,7 +35,7 @@ class CutRanks(ManyRanks):
 
     def trained(self) -> Trained:
         """The weights of all ranks."""
-        return TrainedSlices(self.config.trainable, self.policy, self._slices)
+        return TrainedSlices(self.config.trainable, self._rank, self.ranks)
 
     async def load_weights(self, path: Path) -> None:
         """Nothing: other ranks take theirs from this one when it is cut."""

@@ -35,7 +35,7 @@ def devices_apart(config: RunConfig, local_ranks: int) -> tuple[str, ...]:
     They are the recipe's ``engine.devices``, or else the GPUs after the ranks'.
     """
     engine: Any = config.engine
-    if engine.devices or engine.urls or config.distributed.share_gpus or not torch.cuda.is_available():
+    if engine.devices or engine.urls or not torch.cuda.is_available():
         return tuple(engine.devices)
     workers = engine.tensor_parallel_size
     return tuple(engine_devices(local_ranks + number * workers, workers) for number in range(engine.replicas))

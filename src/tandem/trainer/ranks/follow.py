@@ -21,18 +21,16 @@ from safetensors import SafetensorError
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig, from_options
 from tandem.config.tree import Branch, Problems, parse, plain
-from tandem.distributed import flight_recorder
 from tandem.distributed.follower import Follower, Handler
 from tandem.distributed.placement import Placement
 from tandem.engines.base import EngineRequirements
 from tandem.errors import RankError
 from tandem.model.policy import Policy
 from tandem.observability import vitals
-from tandem.trainer import digests, memory_plan
+from tandem.trainer import memory_plan
 from tandem.trainer.checkpoint import load_states, staged_states
 from tandem.trainer.live import live_policy, reference_of
 from tandem.trainer.pairs import is_cut, ranks_of_engine
-from tandem.trainer.ranks.checks import check_host
 from tandem.trainer.ranks.engines import engine_devices
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.work import RankWork, handlers
@@ -66,7 +64,6 @@ async def follow(config: RunConfig, placement: Placement) -> Path:
                 rank = _Rank(stack, signs, placement, follower)
                 await follower.serve(rank.handlers)
         except RankError as error:
-            flight_recorder.write(placement.rank)
             # What a thread is in may never return; the interpreter would wait for it.
             timer = threading.Timer(GRACE_SECONDS, _leave, (error,))
             timer.daemon = True
@@ -108,7 +105,6 @@ class _Rank:
         tree = parse(body["recipe"], "the lead's recipe", Problems())
         assert isinstance(tree, Branch)
         self._config = config = from_options(plain(tree), (), Path("the lead's recipe")).config
-        check_host(config, place)
         is_bare = is_cut(config)
         loading = live_policy(config, local_rank=place.local_rank, local_ranks=place.local_world_size, bare=is_bare)
         self._policy = await self._stack.enter_async_context(loading)
@@ -116,7 +112,7 @@ class _Rank:
 
     async def _connect(self, body: Any) -> None:
         place, met = self._placement, self._follower.rendezvous
-        self._parts = await RankParts.join(self._config, met, place.rank, place.local_rank, self.folder)
+        self._parts = await RankParts.join(self._config, met, place.rank, place.local_rank)
         self._stack.callback(self._parts.abort)
 
     async def _weights(self, body: Any) -> None:
@@ -203,7 +199,7 @@ class _Rank:
     async def _save(self, body: Any) -> None:
         """Stage this rank's share, and begin to write it."""
         folder, config = Path(body), self._config
-        writes: list[Callable[[], list[Path]]] = []
+        writes: list[Callable[[], object]] = []
         if self._slices is not None and config.trainable.folder_name == "model":
             write_part = await self._policy.compute(self._slices.stage)
             writes.append(lambda: write_part(folder / config.trainable.folder_name))
@@ -211,18 +207,16 @@ class _Rank:
             rank, hold = self._placement.rank, self._staging.hold
             write_states = await self._policy.compute(staged_states, self._work.stepper, rank, hold)
             writes.append(lambda: write_states(folder))
-        self._writing = asyncio.create_task(self._write(writes, folder), name="checkpoint")
+        self._writing = asyncio.create_task(self._write(writes), name="checkpoint")
 
-    async def _write(self, writes: Sequence[Callable[[], list[Path]]], folder: Path) -> None:
+    async def _write(self, writes: Sequence[Callable[[], object]]) -> None:
         """Write what was staged, and report it; a disk that refuses is the lead's to tell."""
-
-        def written() -> dict[str, str]:
-            return digests.of_files(folder, [file for write in writes for file in write()])
-
+        report = None
         try:
-            report: dict[str, Any] = {"digests": await self._staging.write(written)}
+            for write in writes:
+                await self._staging.write(write)
         except (OSError, SafetensorError) as error:
-            report = {"error": f"{error} (on {socket.gethostname()})"}
+            report = f"{error} (on {socket.gethostname()})"
         except Exception as error:
             await self._follower.fail(error)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any, Self, TypeVar
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
-from tandem.distributed import flight_recorder
 from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.placement import Placement
 from tandem.engines.base import Engine, EngineRequirements, EngineSpec, RankEngine
@@ -30,7 +29,7 @@ from tandem.weight_sync.verify.probe import Checksums, compare
 
 T = TypeVar("T")
 
-SENT_REQUIREMENTS = ("model", "dtype", "payload", "rank", "targets", "versions", "seed", "answers", "router_replay")
+SENT_REQUIREMENTS = ("model", "dtype", "payload", "rank", "targets", "versions", "seed", "answers")
 """Plain fields of an engine's requirements; what else there is, a rank has itself."""
 
 
@@ -72,12 +71,11 @@ class ManyRanks(World):
         loading = stack.enter_async_context(live_policy(config, local_ranks=ranks.world))
         recipe = {"recipe": recipes.dump(config), "folder": str(folder)}
         policy, _ = await ranks.execute("begin", lambda rank: recipe, loading)
-        joining = RankParts.join(config, ranks.rendezvous, 0, 0, folder)
+        joining = RankParts.join(config, ranks.rendezvous, 0, 0)
         parts, _ = await ranks.execute("connect", None, joining)
         stack.callback(parts.abort)
         ranks.on_failure.append(parts.give_up)
         if parts.rendezvous.backend == "nccl":
-            ranks.advice = f"; the last collectives of each rank: {flight_recorder.command(folder / 'logs')}"
             watching = asyncio.create_task(ranks.end_at(parts.fault()), name="NCCL's watchdog")
             stack.callback(watching.cancel)
         return cls(config, policy, ranks, parts, placement)
@@ -161,17 +159,16 @@ class ManyRanks(World):
         """Have every rank stage its share, this one by ``here``; the others then write theirs."""
         return await (self._all("save", str(folder), here) if self.saves_everywhere else here)
 
-    async def written(self) -> Mapping[str, str]:
-        """Digests of what other ranks have written of the staged checkpoint, once they have.
+    async def written(self) -> None:
+        """Wait until other ranks have written what they staged.
 
         Raises:
             OSError: the disk of one refuses, which is said once none of them writes any more.
         """
         reports = await self.ranks.reports("their files to be written") if self.saves_everywhere else []
-        for rank, report in enumerate(reports, 1):
-            if "error" in report:
-                raise OSError(f"rank {rank}: {report['error']}")
-        return {name: digest for report in reports for name, digest in report["digests"].items()}
+        for rank, error in enumerate(reports, 1):
+            if error is not None:
+                raise OSError(f"rank {rank}: {error}")
 
     @property
     def saves_everywhere(self) -> bool:

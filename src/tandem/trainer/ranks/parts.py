@@ -7,7 +7,6 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,7 +17,6 @@ from torch.nn import Parameter
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig
 from tandem.config.sections import Distributed
-from tandem.distributed import flight_recorder
 from tandem.distributed.group import DataGroup
 from tandem.distributed.shard_mesh import ShardMesh
 from tandem.distributed.sharding import ShardedStepper
@@ -57,13 +55,11 @@ class RankParts:
     """All ranks, where weights are cut."""
 
     @classmethod
-    async def join(
-        cls, config: RunConfig, rendezvous: Rendezvous, rank: int, local_rank: int, folder: Path
-    ) -> RankParts:
+    async def join(cls, config: RunConfig, rendezvous: Rendezvous, rank: int, local_rank: int) -> RankParts:
         """``connect`` on a thread that is left behind when a rank is lost: nothing ends gloo's wait for that rank."""
-        device, logs, workers = rank_device(local_rank), folder / "logs", ranks_of_engine(config)
+        device, workers = rank_device(local_rank), ranks_of_engine(config)
         async with waits.waiting(waits.actor("trainer"), "their connection", on="the other ranks"):
-            return await on_daemon(cls.connect, rendezvous, rank, device, config.distributed, logs, workers)
+            return await on_daemon(cls.connect, rendezvous, rank, device, config.distributed, workers)
 
     @classmethod
     def connect(
@@ -72,7 +68,6 @@ class RankParts:
         rank: int,
         device: torch.device,
         distributed: Distributed,
-        logs: Path | None = None,
         workers: int = 1,
     ) -> RankParts:
         """Make every group of the ranks; all ranks call this together.
@@ -82,13 +77,10 @@ class RankParts:
             rank: this one's number.
             device: its accelerator, or the host.
             distributed: the recipe's section.
-            logs: folder for the last collectives of NCCL, should a rank be lost; None: they are not recorded.
             workers: how many neighbouring ranks share an engine, each the slices of a worker; 1: none does.
         """
-        backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" and not distributed.share_gpus else "gloo"
+        backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
         data = replace(rendezvous, backend=backend, name=f"{rendezvous.name}-data")
-        if data.backend == "nccl" and logs is not None:
-            flight_recorder.record(logs)
         group = DataGroup(data, rank, device)  # the first, since it tells this thread its device
         context, context_parallel = None, distributed.context_parallel
         if context_parallel > 1:
@@ -197,14 +189,8 @@ class RankParts:
             backend.abort()
 
     def give_up(self) -> None:
-        """The same in a thread, once the last collectives are on disk: either may have to wait for the device."""
-        number = self.group.rank if self.mesh is None else self.mesh.number  # by which torch compares the files
-
-        def ended() -> None:
-            flight_recorder.write(number)
-            self.abort()
-
-        threading.Thread(target=ended, name="abort of collectives").start()
+        """The same in a thread: it may have to wait for the device."""
+        threading.Thread(target=self.abort, name="abort of collectives").start()
 
     async def fault(self) -> str:
         """What NCCL's watchdog notes of a group's collectives, once it notes something; gloo raises by itself."""

@@ -7,87 +7,16 @@ rounds its float32 masters into the memory of the worker on its device, scores w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from tandem.engines.base import EngineSpec, ExportsSlices
 from tandem.errors import UnsupportedPair
-from tandem.model.policy import Policy
-from tandem.transport.buckets import TensorEntry
+from tandem.trainer.ranks.slices import TrainedSlices
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.shared import Shared
-from tandem.weight_sync.transaction.trained import Trained
-from tandem.weight_sync.verify.probe import Checksums, differing
-
-if TYPE_CHECKING:
-    from tandem.trainer.ranks.slices import LeadSlices
-    from tandem.transport.collective import Member
-
-
-class TrainedSlices(Trained):
-    """The weights of all ranks, as weight sync reads them on the lead; an adapter is whole on each.
-
-    Args:
-        trainable: the recipe's.
-        policy: the lead's part of it.
-        ranks: all ranks, which take part in whatever is read.
-    """
-
-    gathers: ClassVar[int] = 2
-
-    def __init__(self, trainable: Any, policy: Policy, ranks: LeadSlices):
-        super().__init__(trainable, policy)
-        self.ranks = ranks
-        self._is_whole = trainable.payload == "adapter"
-
-    @property
-    def manifest(self) -> list[TensorEntry]:
-        """As it is published, of whole tensors."""
-        if self._is_whole:
-            return super().manifest
-        dtype = str(self._policy.dtype).removeprefix("torch.")
-        return [entry._replace(dtype=dtype) for entry in super().manifest]
-
-    async def send(self, member: Member, bucket_bytes: int) -> int:
-        """Send the payload, gathered bucket by bucket."""
-        if self._is_whole:
-            return await super().send(member, bucket_bytes)
-        return await self.ranks.send(member, self.manifest, bucket_bytes)
-
-    async def save_weights(self, folder: Path) -> None:
-        """Write the weights as a model's folder, by all ranks."""
-        await self.ranks.save(folder)
-
-    async def checksums(self) -> Checksums:
-        """Checksums of the published weights as ranks would write them."""
-        if self._is_whole:
-            return await super().checksums()
-        return _only(await self.ranks.checksums(), dict(self.source))
-
-    async def frozen_checksums(self) -> Checksums:
-        """The same of the weights that no publish changes."""
-        return _only(await self.ranks.checksums(), self.frozen)
-
-    async def finite(self) -> bool:
-        """True if all trained values are finite."""
-        return await (super().finite() if self._is_whole else self.ranks.finite())
-
-    async def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
-        """Logprobs of tokens as the ranks compute them together, at several temperatures."""
-        return await self.ranks.scores(tokens, temperatures)
-
-    async def bare_scores(self, tokens: Sequence[int]) -> list[float]:
-        """The same at temperature 1 without the adapter; empty where there is none."""
-        if self._trainable.untrained(self._policy.model) is None:
-            return []
-        return (await self.ranks.scores(tokens, [1.0], bare=True))[0]
-
-
-def _only(sums: Checksums, named: Mapping[str, Any]) -> Checksums:
-    return {name: sums[name] for name in named}
+from tandem.weight_sync.verify.probe import differing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +50,15 @@ class SharedSlices(Shared):
         Raises:
             UnsupportedPair: names the first weight that the engine holds otherwise.
         """
-        engine, ranks = session.engine, _ranks(session)
+        engine, trained = session.engine, _trained(session)
         assert isinstance(engine, ExportsSlices)
         await session.pause()
         if session.trainable.payload == "adapter":
             return
-        await ranks.attach(await engine.exports_of_workers())
+        await trained.attach(await engine.exports_of_workers())
         if not session.fresh:
             return
-        sums = await session.trained.sums(engine, await ranks.checksums())
+        sums = await trained.sums(engine, (await trained.all("checksums"))[0])
         for name, stored in sums.engines.items():
             if wrong := differing(sums.stored, stored):
                 other = f"{name} holds {wrong[0]!r} with other values than the ranks, or not at all"
@@ -142,9 +71,9 @@ class SharedSlices(Shared):
         """
         if (copied := await self._adapted(session)) is not None:
             return copied
-        return await _ranks(session).publish()
+        return sum(await _trained(session).all("publish"))
 
 
-def _ranks(session: SyncContext) -> LeadSlices:
+def _trained(session: SyncContext) -> TrainedSlices:
     assert isinstance(session.trained, TrainedSlices)
-    return session.trained.ranks
+    return session.trained

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from tandem.transport.buckets import TensorEntry
 from tandem.transport.daemon import on_daemon
 from tandem.transport.parts import attach_parts
 from tandem.transport.sharing import finish
+from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.probe import Checksums
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class RankSlices:
             self.send(left, bucket_bytes)
             return 0, error
 
-    def stage(self) -> Callable[[Path], list[Path]]:
+    def stage(self) -> Callable[[Path], None]:
         """Gather this rank's share of whole weights in host memory; what writes it into a model's folder.
 
         Every rank has a file, about as large as the others'; no rank ever has all weights.
@@ -137,15 +138,25 @@ class RankSlices:
         self.stage()(Path(folder))
 
 
-class LeadSlices:
-    """All ranks with slices of the weights, as the lead's weight sync and checkpoints see them."""
+class TrainedSlices(Trained):
+    """The weights of all ranks, as weight sync reads them on the lead; an adapter is whole on each.
 
-    def __init__(self, slices: RankSlices, ranks: Ranks):
+    Args:
+        trainable: the recipe's.
+        slices: the lead's part.
+        ranks: all ranks, which take part in whatever is read.
+    """
+
+    gathers: ClassVar[int] = 2
+
+    def __init__(self, trainable: Any, slices: RankSlices, ranks: Ranks):
+        super().__init__(trainable, slices.policy)
         self._slices, self._ranks = slices, ranks
+        self._is_whole = trainable.payload == "adapter"
 
-    async def _all(self, name: str, *arguments: Any) -> list[Any]:
+    async def all(self, name: str, *arguments: Any) -> list[Any]:
         """Have every rank execute a method of its ``RankSlices``; results in order of rank."""
-        here = self._slices.policy.compute(getattr(self._slices, name), *arguments)
+        here = self._policy.compute(getattr(self._slices, name), *arguments)
         result, others = await self._ranks.execute(f"{name}_slices", lambda rank: list(arguments), here)
         return [result, *others]
 
@@ -161,48 +172,62 @@ class LeadSlices:
                 left = "it is left of a run with other ranks; go on once it has ended (engine.linger_seconds)"
                 raise TransportError(f"engine {number} has {len(workers)} workers, and {ranks} ranks share it: {left}")
         of_ranks = [export for workers in exports for export in workers]
-        here = self._slices.policy.compute(self._slices.attach, of_ranks[0])
+        here = self._policy.compute(self._slices.attach, of_ranks[0])
         why, others = await self._ranks.execute("attach_slices", lambda rank: [of_ranks[rank]], here)
         if failed := [f"rank {rank}: {reason}" for rank, reason in enumerate((why, *others)) if reason]:
             raise TransportError(failed[0])
 
-    async def publish(self) -> int:
-        """Every rank writes its worker's slices; bytes that all of them received from each other."""
-        return sum(await self._all("publish"))
+    @property
+    def manifest(self) -> list[TensorEntry]:
+        """As it is published, of whole tensors."""
+        if self._is_whole:
+            return super().manifest
+        dtype = str(self._policy.dtype).removeprefix("torch.")
+        return [entry._replace(dtype=dtype) for entry in super().manifest]
 
-    async def checksums(self) -> Checksums:
-        """Of all weights as they are published."""
-        sums: Checksums = (await self._all("checksums"))[0]
-        return sums
-
-    async def scores(
-        self, tokens: Sequence[int], temperatures: Sequence[float], *, bare: bool = False
-    ) -> list[list[float]]:
-        """Logprobs of tokens by the weights of all ranks, or without their adapter."""
-        rows: list[list[float]] = (await self._all("scores", list(tokens), list(temperatures), bare))[0]
-        return rows
-
-    async def finite(self) -> bool:
-        """True if all values of all ranks are finite."""
-        return all(await self._all("finite"))
-
-    async def send(self, member: Member, manifest: Sequence[TensorEntry], bucket_bytes: int) -> int:
-        """Send these tensors to engines; returns their bytes.
-
-        Raises:
-            TransportError: an engine is lost.
-        """
-        names = [entry.name for entry in manifest]
-        sending = on_daemon(self._slices.send_all, member, manifest, bucket_bytes)
+    async def send(self, member: Member, bucket_bytes: int) -> int:
+        """Send the payload, gathered bucket by bucket."""
+        if self._is_whole:
+            return await super().send(member, bucket_bytes)
+        names = [entry.name for entry in self.manifest]
+        sending = on_daemon(self._slices.send_all, member, self.manifest, bucket_bytes)
         (sent, error), _ = await self._ranks.execute("send_slices", lambda rank: [names, bucket_bytes], sending)
         if error is not None:
             raise error
         return sent
 
-    async def save(self, folder: Path) -> None:
-        """Write all weights as a model's folder, each rank a file."""
-        await self._all("save", str(folder))
-        await self._slices.policy.compute(write_index, folder)
+    async def save_weights(self, folder: Path) -> None:
+        """Write the weights as a model's folder, each rank a file."""
+        await self.all("save", str(folder))
+        await self._policy.compute(write_index, folder)
+
+    async def checksums(self) -> Checksums:
+        """Checksums of the published weights as ranks would write them."""
+        return await (super().checksums() if self._is_whole else self._checksums_of(dict(self.source)))
+
+    async def frozen_checksums(self) -> Checksums:
+        """The same of the weights that no publish changes."""
+        return await self._checksums_of(self.frozen)
+
+    async def _checksums_of(self, named: Mapping[str, Any]) -> Checksums:
+        sums = (await self.all("checksums"))[0]
+        return {name: sums[name] for name in named}
+
+    async def finite(self) -> bool:
+        """True if all trained values are finite."""
+        return await super().finite() if self._is_whole else all(await self.all("finite"))
+
+    async def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
+        """Logprobs of tokens as the ranks compute them together, at several temperatures."""
+        rows: list[list[float]] = (await self.all("scores", list(tokens), list(temperatures)))[0]
+        return rows
+
+    async def bare_scores(self, tokens: Sequence[int]) -> list[float]:
+        """The same at temperature 1 without the adapter; empty where there is none."""
+        if self._trainable.untrained(self._policy.model) is None:
+            return []
+        row: list[float] = (await self.all("scores", list(tokens), [1.0], True))[0][0]
+        return row
 
 
 def slice_handlers(slices: RankSlices) -> dict[str, Handler]:
