@@ -21,7 +21,10 @@ def letters(word: str) -> int:
 
 
 async def solve(task: Any, url: str) -> str:
-    """Ask once; the SDK itself calls the tool as often as the policy asks for it."""
+    """Ask once; the SDK itself calls the tool as often as the policy asks for it.
+
+    By OpenAIResponsesModel an answer that max_tokens cut is an error to the SDK, which costs the rollout.
+    """
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=None) as client:
         model = OpenAIChatCompletionsModel("policy", client)
         settings = ModelSettings(max_tokens=24)

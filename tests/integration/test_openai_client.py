@@ -30,13 +30,13 @@ class Roomy(Scripted):
 
 
 CHAT = (CALL, "three", CALL, "three", "<call>", CALL)
-MESSAGES = (CALL, "three", CALL)
+BOTH = (CALL, "three", CALL, CALL, "three", CALL)
 
 
 @pytest.mark.parametrize(
     ("script", "python", "texts"),
-    [("openai_client.py", atropos_python, CHAT), ("anthropic_client.py", verifiers_python, MESSAGES)],
-    ids=["chat and completions", "messages"],
+    [("openai_client.py", atropos_python, CHAT), ("dialects_client.py", verifiers_python, BOTH)],
+    ids=["chat and completions", "responses and messages"],
 )
 def test_a_client(script: str, python: Callable[[], Path], texts: Sequence[str], tiny_model: Path) -> None:
     from transformers import AutoTokenizer
@@ -65,7 +65,7 @@ def test_a_client(script: str, python: Callable[[], Path], texts: Sequence[str],
                     process.kill()
             one, two = session.turns[:2]
             assert two.prompt[: len(one.prompt) + len(replies[0])] == (*one.prompt, *replies[0])
-            assert len(session.turns) == len(texts)
+            assert len(session.turns) == 6
             return process.returncode or 0, out.decode()
 
     status, out = asyncio.run(go())

@@ -1,4 +1,4 @@
-"""Server for agents of OpenAI's chat completions or Anthropic's messages, whose chats are recorded as exact turns.
+"""Server for agents that speak OpenAI's APIs or Anthropic's, whose chats are recorded as token-exact turns.
 
 A session is one agent's work on one task. A request whose messages extend an earlier conversation of its session goes
 on with the very tokens of that conversation: what was sampled is never tokenised again, calls of tools included, and an
@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import web
 
 from tandem import doors
-from tandem.agents.messages_api import as_chat, events, message_body
+from tandem.agents.dialects import ChatApi, Messages, Responses
 from tandem.agents.replies import Reply, chunks, reply_body, streamed
 from tandem.agents.schema import BadRequest, ChatRequest, CompletionRequest, TextRequest
 from tandem.agents.tool_calls import ToolMessage, ToolOffer, alike, as_text, read
@@ -86,6 +86,8 @@ class Session:
     """What the engine said instead of its last answer."""
     _conversations: dict[bytes, _Conversation] = field(default_factory=dict)  # by ``_extended`` key
     _numbers: Iterator[int] = field(default_factory=count)
+    apis: dict[str, ChatApi] = field(default_factory=lambda: {"responses": Responses(), "messages": Messages()})
+    """Other APIs than chat completions; what was said in this session is known to no other."""
 
     async def reply(
         self, messages: Sequence[Message], sampling: Sampling | None = None, offer: ToolOffer = NONE, answers: int = 1
@@ -256,7 +258,7 @@ class Proxy:
         app.router.add_get(f"{self.base}/models", self._models)
         app.router.add_post(f"{self.base}/chat/completions", self._chat)
         app.router.add_post(f"{self.base}/completions", self._complete)
-        app.router.add_post(f"{self.base}/messages", self._message)
+        app.router.add_post(self.base + "/{dialect:responses|messages}", self._speak)
         return app
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -264,17 +266,19 @@ class Proxy:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "tandem"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _message(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
+    async def _speak(self, request: web.Request) -> web.StreamResponse:
+        session, name = self._session(request), request.match_info["dialect"]
+        dialect = session.apis[name]
         try:
-            chat = as_chat(msgspec.json.decode(await request.read(), type=dict[str, Any]))
+            fields = msgspec.json.decode(await request.read(), type=dict[str, Any])
+            chat = dialect.chat(fields)
         except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
-            raise BadRequest(f"the body is none of /v1/messages: {error}") from error
+            raise BadRequest(f"the body is none of /v1/{name}: {error}") from error
         options = ChatRequest.read(msgspec.json.encode(chat))
         offer = options.offer(self._template.speech)
         (reply,) = await session.reply(options.conversation(), options.sampling(self._sampling), offer)
-        body = message_body(self._model, reply)
-        return await streamed(request, events(body)) if options.stream else web.json_response(body)
+        body = dialect.body(self._model, reply, int(time.time()), fields, chat)
+        return await streamed(request, dialect.stream(body)) if options.stream else web.json_response(body)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, content = self._session(request), await request.read()
@@ -297,8 +301,8 @@ class Proxy:
         pieces = self._template.pieces if logprobs else None
         body = reply_body(self._model, answers, int(time.time()), pieces, is_chat=is_chat, ids=ids)
         if options.stream:
-            data = (b"data: " + msgspec.json.encode(chunk) for chunk in chunks(body, counted=options.counted))
-            return await streamed(request, (*data, b"data: [DONE]"))
+            events = (b"data: " + msgspec.json.encode(chunk) for chunk in chunks(body, counted=options.counted))
+            return await streamed(request, (*events, b"data: [DONE]"))
         return web.json_response(body)
 
     def _session(self, request: web.Request) -> Session:

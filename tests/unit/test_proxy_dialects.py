@@ -1,4 +1,4 @@
-"""Anthropic's messages, by the JSON of its documentation."""
+"""OpenAI's responses and Anthropic's messages, by the JSON of their documentation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from support.proxy_sessions import Scripted, served
 
 from tandem.agents.server import Proxy, Session
 from tandem.rollout.template import Template
+from tandem.types import Message
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
@@ -62,7 +63,40 @@ def is_continued(session: Session) -> bool:
     return two.prompt[: len(whole)] == whole
 
 
+RESPONSES_TOOL = {"type": "function", "name": "add", "description": "Add.", "parameters": SCHEMA, "strict": False}
 MESSAGES_TOOL = {"name": "add", "description": "Add.", "input_schema": SCHEMA}
+
+
+def test_a_response_calls_and_goes_on_with_the_very_tokens(template: Template) -> None:
+    async def talk(ask: Ask, session: Session) -> None:
+        begin = {"instructions": "Be brief.", "tools": [RESPONSES_TOOL], "max_output_tokens": 100, "store": False}
+        first = await ask(
+            "responses", input=[{"role": "user", "content": [{"type": "input_text", "text": "1?"}]}], **begin
+        )
+        assert (first["object"], first["status"], first["usage"]["output_tokens"]) == ("response", "completed", 62)
+        message, call = first["output"]
+        assert message["content"][0]["text"] == "so:"
+        assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "add", {"a": 1})
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
+        again = [{"role": "user", "content": "1?"}, {"type": "reasoning", "summary": []}, message, call, result]
+        second = await ask("responses", input=again, **begin)
+        assert second["output"][0]["content"][0]["text"] == "three"
+        assert is_continued(session)
+        assert session.turns[0].reply == (Message(role="tool", content="3"),)
+        third = await ask("responses", input="More.", previous_response_id=second["id"], **begin)
+        assert third["output"][0]["content"][0]["text"] == "four"
+        assert is_continued(session)
+        assert [m.role for m in session.messages] == [
+            "system",
+            "user",
+            "assistant",
+            "tool",
+            "assistant",
+            "user",
+            "assistant",
+        ]
+
+    talked(template, talk, CALLS, "three", "four")
 
 
 def test_messages_call_and_go_on_with_the_very_tokens(template: Template) -> None:
@@ -96,8 +130,17 @@ def events(stream: str) -> list[dict[str, Any]]:
     return data
 
 
-def test_a_stream_has_the_events_of_the_documentation(template: Template) -> None:
+def test_streams_have_the_events_of_their_documentation(template: Template) -> None:
     async def talk(ask: Ask, _: Session) -> None:
+        stream = events(await ask("responses", input="?", tools=[RESPONSES_TOOL], stream=True))
+        assert [event["sequence_number"] for event in stream] == list(range(len(stream)))
+        assert [event["type"].removeprefix("response.") for event in stream] == [
+            "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
+            "output_text.done", "content_part.done", "output_item.done", "output_item.added",
+            "function_call_arguments.delta", "function_call_arguments.done", "output_item.done", "completed",
+        ]  # fmt: skip
+        assert stream[4]["delta"] == "so:"
+        assert stream[-1]["response"]["output"][1]["arguments"] == '{"a": 1}'
         stream = events(await ask("messages", messages=[USER], max_tokens=99, tools=[MESSAGES_TOOL], stream=True))
         assert [event["type"] for event in stream] == [
             "message_start", "content_block_start", "content_block_delta", "content_block_stop",
@@ -111,19 +154,37 @@ def test_a_stream_has_the_events_of_the_documentation(template: Template) -> Non
 
 
 @pytest.mark.parametrize(
-    ("body", "text"),
+    ("path", "body", "text"),
     [
-        ({"messages": []}, "messages are empty"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part has the type image"),
-        ({"messages": [USER], "tools": [{"type": "web_search"}]}, "each of tools must be"),
-        ({"messages": [1]}, "the body is none of /v1/messages"),
+        ("responses", {"input": [{"type": "web_search_call"}]}, "an item of type web_search_call cannot be read"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
+        ("responses", {"input": "?", "previous_response_id": "resp_1"}, "no response of this episode has this id"),
+        ("responses", {"input": "?", "tools": [{"type": "web_search"}]}, "each of tools must be"),
+        ("responses", {"input": [1]}, "the body is none of /v1/responses"),
+        ("responses", {"input": [{"type": "function_call_output"}]}, "the body is none of /v1/responses"),
+        ("messages", {"messages": []}, "messages are empty"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part has the type image"),
     ],
-)
-def test_what_cannot_be_done_is_refused(body: dict[str, Any], text: str, template: Template) -> None:
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused(path: str, body: dict[str, Any], text: str, template: Template) -> None:
     async def talk(ask: Ask, session: Session) -> None:
-        answer = await ask("messages", status=400, **body)
+        answer = await ask(path, status=400, **body)
         assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error")
         assert text in answer["error"]["message"]
         assert session.turns == []
 
     talked(template, talk, "")
+
+
+def test_a_response_of_another_episode_is_not_gone_on_with(template: Template) -> None:
+    async def go(post: Any, _: Session, proxy: Proxy) -> None:
+        other, _ = proxy.create()
+        seen = []
+        for name in (post.name, post.name, other):
+            body = {"model": "m", "input": "?", "previous_response_id": seen[0]["id"] if seen else None}
+            async with post.http.post(f"{post.url}/{name}/v1/responses", json=body) as response:
+                seen.append(await response.json())
+        assert seen[1]["object"] == "response"
+        assert "no response of this episode has this id" in seen[2]["error"]["message"]
+
+    served(template, Roomy(*([*template.more(text), END] for text in ("one", "two"))), go, max_tokens=200)
