@@ -179,6 +179,9 @@ class Completion:
     """Policy step that sampled each token."""
     finish: Finish
     """stop: an end token or a stop text; length: cut at max_tokens or the context; abort: the engine gave up."""
+    experts: bytes = field(default=b"", repr=False)
+    """Experts that each token but the last was routed to, the prompt's first: for each layer top_k numbers of one byte,
+    or of two where there are more than 256; empty: not told."""
 
     @property
     def version_min(self) -> int:
@@ -335,5 +338,7 @@ class Sample:
     """Place of the first token of each completion in it, ascending."""
     ends: tuple[int, ...]
     """Place after the last token of each."""
+    experts: bytes = b""
+    """Experts that its tokens were routed to, as in ``Completion``, as far as they are known."""
     rollout: str
     """Id of its rollout."""

@@ -182,13 +182,15 @@ class _RecipeCheck:
         """Configuration of the model; weights are not read.
 
         Raises:
-            ConfigError: ranks, or an engine's processes, cannot share its attention heads.
+            ConfigError: ranks, or an engine's processes, cannot share its attention heads, or its experts cannot be
+                chosen.
         """
         from tandem.model.policy import load_config
-        from tandem.trainer.ranks.checks import check_model_heads
+        from tandem.trainer.ranks.checks import check_model_heads, check_router_replay
 
         self._model = load_config(self._config.model)
         check_model_heads(self._config, self._model)
+        check_router_replay(self._config, self._model)
         self._planner = memory.planner(self._config, self._model)
         counts = self._planner.modelled.counts
         sizes = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"

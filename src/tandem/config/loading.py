@@ -132,6 +132,9 @@ class RunConfig:
     packing: Literal["auto", "tree", "plain"] = "auto"
     """How what sequences share is computed: once (tree), or with each (plain); auto: tree where a small random copy of
     the model computes the same by it as of one sequence at a time."""
+    router_replay: bool = False
+    """Of a mixture of experts: train each token on the experts that the engine routed it to, not on those that the
+    trainer's rounding would choose; lowers the mismatch of logprobs."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the model's layers for the training pass: auto where they run on CUDA and the machine has a compiler."""
     checkpointing: Literal["none", "selective", "full"] = "none"

@@ -86,6 +86,8 @@ class EngineRequirements:
     answers: int = 128
     """Answers of one training step that one engine samples."""
     seed: int = 0
+    router_replay: bool = False
+    """It tells which experts it routed tokens to."""
     hosts: RankHosts | None = None
     """The trainer's other ranks where each starts its engine on its own host; None: all engines are started here."""
 
@@ -353,6 +355,8 @@ class EngineSpec(ABC):
 
     capabilities: ClassVar[frozenset[type]] = frozenset()
     """Capabilities that its engines offer to weight syncs."""
+    tells_experts: ClassVar[bool] = False
+    """Its engines can tell which experts they routed tokens to."""
     most_rank: ClassVar[int | None] = None
     """Largest rank of an adapter that they have room for; None: any."""
 

@@ -72,7 +72,11 @@ class ContextPacked:
         padding = -num_tokens % group.size()
         whole = plan
         if padding:
-            whole = Packed(lengths=(*plan.lengths, padding), parents=(*plan.parents, None))
+            experts_TLK = plan.experts_TLK
+            if experts_TLK is not None:
+                experts_TLK = F.pad(experts_TLK, (0, 0, 0, 0, 0, padding), value=-1)
+            lengths, parents = (*plan.lengths, padding), (*plan.parents, None)
+            whole = Packed(lengths=lengths, parents=parents, experts_TLK=experts_TLK)
         return cls(whole=whole, group=group, name=named(group), num_tokens=num_tokens)
 
     @property

@@ -22,9 +22,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tandem.errors import ConfigError
+from tandem.model import routing
 from tandem.model.attention import NAME, Packed, Plan, sequential_positions
+from tandem.model.context import ContextPacked
 from tandem.model.logprobs import LogitEnd
 from tandem.model.plans import moved
+from tandem.model.routing import Routing
 
 Packing = Literal["auto", "tree", "plain"]
 
@@ -99,16 +102,54 @@ def backbone(causal: Any) -> Any:
 
 def hidden(causal: Any, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> Tensor:
     """Last hidden states of packed or decoded tokens, (B, T, hidden size)."""
-    model = backbone(causal)
+    model, experts = backbone(causal), routing.of(causal)
+    if experts is not None:
+        experts.replay(_experts(plan))
     if is_tree(causal):
         out = model(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, plan=plan)
         return out.last_hidden_state  # type: ignore[no-any-return]
     if not isinstance(plan, Packed):
         raise ConfigError("packing: plain computes whole sequences on one rank; set distributed.context_parallel: 1")
-    return _unfolded(model, tokens_BT[0], plan)[None]
+    return _unfolded(model, tokens_BT[0], plan, experts)[None]
 
 
-def _unfolded(model: nn.Module, tokens_T: Tensor, plan: Packed) -> Tensor:
+def check_replay(config: Any) -> None:
+    """See by a small random copy that a model's experts can be chosen from without.
+
+    Raises:
+        ConfigError: they cannot, and why.
+    """
+    weights: list[Tensor] = []
+    why = "it has no router beside its experts"
+    model = causal_class(config).from_config(small(config), dtype=torch.float32).eval()
+    if (experts := routing.of(model)) is not None:
+        choice = np.random.default_rng(0).random((8, experts.layers, experts.num_experts)).argsort(axis=2)
+        plan = Packed(lengths=(8,), parents=(None,), experts_TLK=torch.from_numpy(choice[..., : experts.top_k]))
+        for router in experts.routers.values():
+            router.register_forward_hook(lambda _, __, out: weights.append(out[1]))
+        tokens_1T = torch.arange(8)[None]
+        try:
+            with torch.no_grad():
+                hidden(model, tokens_1T, tokens_1T, plan)
+        except Exception as error:
+            why = " ".join(str(error).split())[:120]
+        else:
+            if experts.load() is not None and all((of != 0).all() for of in weights):
+                return
+            why = "its routers do not tell experts, or give those that they would not choose no weight"
+    raise ConfigError(f"router_replay: a {config.model_type} model's experts cannot be chosen: {why}; set it to false")
+
+
+def _experts(plan: Plan) -> Tensor | None:
+    """The experts that a pass is told, of this rank's tokens."""
+    if isinstance(plan, Packed):
+        return plan.experts_TLK
+    if isinstance(plan, ContextPacked) and plan.whole.experts_TLK is not None:
+        return plan.whole.experts_TLK[plan.first : plan.first + plan.each]
+    return None
+
+
+def _unfolded(model: nn.Module, tokens_T: Tensor, plan: Packed, experts: Routing | None) -> Tensor:
     """Every sequence of the row by itself, in batches of like lengths; of what is shared the first copy counts."""
     ends = np.cumsum(plan.lengths)
     segments = [np.arange(end - length, end) for end, length in zip(ends, plan.lengths, strict=True)]
@@ -126,6 +167,8 @@ def _unfolded(model: nn.Module, tokens_T: Tensor, plan: Packed) -> Tensor:
             new = place_T[row] < 0
             place_T[row[new]] = before + i * longest + np.flatnonzero(new)
         places_BL = moved(batch, tokens_T.device)
+        if experts is not None and plan.experts_TLK is not None:
+            experts.replay(plan.experts_TLK[places_BL.flatten()])
         out = model(input_ids=tokens_T[places_BL], use_cache=False).last_hidden_state
         outs.append(out.flatten(0, 1))
         start, before = end, before + batch.size

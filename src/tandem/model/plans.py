@@ -98,6 +98,8 @@ class Packed:
     store: tuple[KVCache, tuple[tuple[int, ...], ...]] | None = None
     """Where keys and values go: a cache, and per segment the rows that get a copy, from position 0. Each of its
     segments starts a sequence."""
+    experts_TLK: Tensor | None = None
+    """int16; the experts of each token in each layer, negative where the router chooses; None: it does everywhere."""
     before: tuple[int, ...] = field(init=False)
     """Tokens of each segment's ancestors: the position of its own first one."""
     long: bool = field(init=False)

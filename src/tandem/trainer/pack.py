@@ -23,11 +23,12 @@ from tandem.algorithms.advantages.base import Advantage, ByTurn, Weighs, advanta
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.config.loading import RunConfig, only_by_advantage
 from tandem.metrics import Histogram, Mean, Sum, Value
-from tandem.model import packing
+from tandem.model import packing, routing
 from tandem.model.attention import Packed, sequential_positions
 from tandem.model.penalties import Past, Penalties, TokenHistory, joined
 from tandem.model.plans import moved
 from tandem.model.policy import Policy
+from tandem.model.routing import OWN, Routing
 from tandem.trainer.balance import Balance, GroupSamples, rounds_of
 from tandem.trainer.prefix_tree import Ints, PackedRow, PrefixTree
 from tandem.trainer.samples import SampleArrays, samples_of
@@ -116,6 +117,8 @@ class Packer:
     """What sequences of a group begin with in common is computed once."""
     supervised: bool = False
     """Groups are demonstrations."""
+    routing: Routing | None = None
+    """Of the model, where its experts are those that the sampler chose."""
     skip_zero: bool = False
     """Compute no sample whose every advantage is 0: there the objective has no gradient. What the step divides by and
     its other samples stay as they are."""
@@ -135,6 +138,7 @@ class Packer:
             ranks=ranks // shared,  # those that share a micro-batch are as one
             shares=packing.is_tree(policy.causal),
             skip_zero=only_by_advantage(config),
+            routing=routing.of(policy.causal) if config.router_replay else None,
             penalties=Penalties.of(config.sampling, sorted(policy.end_tokens)),
             skip_forced=bool(config.sampling.regex),
         )
@@ -229,12 +233,14 @@ class Packer:
             row = PackedRow()
             taken: list[SampleArrays] = []
             predict: list[Ints] = []
+            computed: list[Ints] = []
             for g, members in sorted(load.members.items()):
                 places = row.add(families[g].tree, members)
                 taken += (groups[g][i] for i in members)
+                computed += (places[i] for i in members)
                 # The token at place ``at`` is predicted by the one before it.
                 predict += (places[i][groups[g][i].at - 1] for i in members)
-            micros.append(self._tensors(row, taken, predict, weigh))
+            micros.append(self._tensors(row, taken, predict, computed, weigh))
         return tuple(micros), [load.cost for load in loads]
 
     def _tensors(
@@ -242,10 +248,12 @@ class Packer:
         row: PackedRow,
         samples: Sequence[SampleArrays],
         predict: Sequence[Ints],
+        computed: Sequence[Ints],
         weigh: Callable[[int], float],
     ) -> Micro:
-        """One micro-batch on the device, in two transfers."""
-        plan = Packed(lengths=tuple(row.lengths), parents=tuple(row.parents))
+        """One micro-batch on the device, in two transfers, and one more for experts."""
+        experts_TLK = None if self.routing is None else self._experts(self.routing, sum(row.lengths), samples, computed)
+        plan = Packed(lengths=tuple(row.lengths), parents=tuple(row.parents), experts_TLK=experts_TLK)
         counts = [len(sample.at) for sample in samples]
         ints = (
             np.concatenate(row.tokens),
@@ -283,6 +291,16 @@ class Packer:
             places=tuple((sample.rollout, count) for sample, count in zip(samples, counts, strict=True)),
             supervised=self.supervised,
         )
+
+    def _experts(
+        self, routing: Routing, num_tokens: int, samples: Sequence[SampleArrays], computed: Sequence[Ints]
+    ) -> Tensor:
+        """Experts that each token was routed to; what samples share as in the first of them."""
+        experts_TLK = np.full((num_tokens, routing.layers, routing.top_k), OWN, dtype=np.int16)
+        for sample, places in reversed(list(zip(samples, computed, strict=True))):
+            rows = routing.rows(sample.experts)[: len(places)]
+            experts_TLK[places[: len(rows)]] = rows
+        return moved(experts_TLK, self.device)
 
     def _moved(self, arrays: Sequence[NDArray[Any]], kind: type[np.int64 | np.float32]) -> tuple[Tensor, ...]:
         """Tensors on the device, of one transfer."""

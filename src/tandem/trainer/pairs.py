@@ -27,6 +27,9 @@ def check_pairs(config: RunConfig) -> None:
         raise UnsupportedPair("sampling.regex: vLLM alone has grammars; choose engine: vllm, or reward the form")
     if config.sampling.regex and config.old_logprobs != "recomputed":
         raise UnsupportedPair("sampling.regex: logprobs are those within the grammar; set old_logprobs to recomputed")
+    if config.router_replay and (config.broker or not config.engine.tells_experts):
+        what = "rollouts of a broker" if config.broker else "this engine's answers"
+        raise UnsupportedPair(f"router_replay: {what} do not tell experts; set it to false, or choose engine: vllm")
     rank, most = getattr(config.trainable, "rank", 0), config.engine.most_rank
     if config.trainable.payload == "adapter" and most is not None and rank > most:
         raise UnsupportedPair(f"trainable.rank: vLLM has room for ranks up to {most}, not {rank}")

@@ -30,6 +30,7 @@ def engine_requirements(config: RunConfig, folder: Path | None, *, restored: int
         versions=config.max_lag + 2,
         answers=-(-config.groups_per_step * config.group_size // _engines(config)),
         seed=config.seed,
+        router_replay=config.router_replay,
     )
 
 

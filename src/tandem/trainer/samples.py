@@ -37,6 +37,7 @@ def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False)
     advantages: tuple[float, ...] = ()
     begins: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
+    experts = b""
     temperature = 1.0
     own_advantages = None if rollout.advantages is None else iter(rollout.advantages)
 
@@ -49,6 +50,7 @@ def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False)
             temperature=temperature,
             begins=begins,
             ends=ends,
+            experts=experts,
             rollout=rollout.id,
         )
 
@@ -60,11 +62,12 @@ def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False)
         if not tokens or turn.temperature != temperature or tokens != turn.prompt[: len(tokens)]:
             if any(mask):
                 yield sample()
-            tokens, mask, logprobs, advantages, begins, ends = (), (), (), (), (), ()
+            tokens, mask, logprobs, advantages, begins, ends, experts = (), (), (), (), (), (), b""
             temperature = turn.temperature
         new = turn.prompt[len(tokens) :]
         none = (0.0,) * len(new)
         begins += (len(turn.prompt),)
+        experts += completion.experts[len(experts) :]
         tokens += new + completion.tokens
         ends += (len(tokens),)
         turn_advantages = (advantage,) * count if own_advantages is None else tuple(islice(own_advantages, count))
@@ -97,6 +100,8 @@ class SampleArrays:
     advantages: NDArray[np.float64]
     answers: tuple[tuple[int, int], ...]
     """Where each completion begins, and the place after its last token."""
+    experts: bytes
+    """Of the sample."""
 
     @staticmethod
     def of(sample: Sample) -> SampleArrays:
@@ -113,4 +118,5 @@ class SampleArrays:
             logprobs=np.frombuffer(array("d", sample.logprobs))[at],
             advantages=np.frombuffer(array("d", sample.advantages))[at],
             answers=tuple(zip(sample.begins, sample.ends, strict=True)),
+            experts=sample.experts,
         )

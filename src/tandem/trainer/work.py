@@ -22,8 +22,10 @@ from tandem.config import registry
 from tandem.config.loading import RunConfig, loss_reference
 from tandem.distributed.context_parallel import ContextPart, WholeRow
 from tandem.metrics import Max, Mean, Share, Sum, Value
+from tandem.model import routing
 from tandem.model.logprobs import token_logprobs
 from tandem.model.policy import Policy
+from tandem.model.routing import Routing
 from tandem.observability import trace
 from tandem.optimizers.base import Stepper
 from tandem.pending import Pending, PendingMetrics, fetch, settle
@@ -143,7 +145,7 @@ class LocalWork:
         logprobs_N, entropy_N = self._distribution(micro, entropy=not micro.supervised)
         if old is None:
             old = OldLogprobs(recomputed_logprobs_N=logprobs_N.detach(), ref_logprobs_N=ref_logprobs_N)
-        metrics: dict[str, Value | Pending] = {}
+        metrics: dict[str, Value | Pending] = {**expert_load(routing.of(self.policy.causal))}
         cost_N = -logprobs_N
         if not micro.supervised:
             cost_N, of_objective = self.objective(logprobs_N, micro.batch, old)
@@ -193,6 +195,8 @@ class LocalWork:
         """The reference's logprob of each trained token, by the same pass as the policy's."""
         if self.reference is None:
             return None
+        if micro.plan.experts_TLK is not None:  # the sampler's choice was the policy's; the reference makes its own
+            micro = replace(micro, plan=replace(micro.plan, experts_TLK=None))
         with torch.no_grad(), self.reference.in_place():
             return self.logprobs(micro)
 
@@ -290,6 +294,21 @@ class Objective:
         metrics["correction/masked"] = Pending(Mean, (whole_N == 0).sum(), n)
         metrics["correction/ess"] = Pending(Share, total, whole_N.square().sum(), n)
         return whole_N, metrics
+
+
+def expert_load(experts: Routing | None) -> PendingMetrics:
+    """Metrics of the experts that a micro-batch was routed to, over all layers that have some.
+
+    moe/load_max is the largest load of an expert in the mean one's, 1 where all are alike; moe/unused the share of
+    experts without a token.
+    """
+    load_RE = None if experts is None else experts.load()
+    if load_RE is None:
+        return {}
+    return {
+        "moe/load_max": Pending(Max, load_RE.max() / load_RE.mean()),
+        "moe/unused": Pending(Mean, (load_RE == 0).sum(), load_RE.numel()),
+    }
 
 
 def mismatch(logprobs_N: Tensor, micro: MicroBatch) -> PendingMetrics:

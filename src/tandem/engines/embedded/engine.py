@@ -21,7 +21,7 @@ from torch import Tensor
 from tandem.engines.base import PROBE_SAMPLES, PROBE_TEMPERATURE, Engine, Health, ProbeResult
 from tandem.engines.embedded.plain_cache import PlainCache
 from tandem.errors import EngineError
-from tandem.model import packing
+from tandem.model import packing, routing
 from tandem.model.attention import KVCache, Packed, decode_plan, sequential_positions
 from tandem.model.penalties import Penalties, penalise_rows
 from tandem.model.policy import Policy
@@ -49,6 +49,7 @@ class _Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[bytes] = field(default_factory=list)
 
     @property
     def cached(self) -> int:
@@ -61,14 +62,18 @@ class _Request:
             logprobs=tuple(self.logprobs),
             versions=tuple(self.versions),
             finish=finish,
+            experts=b"".join(self.experts),
         )
 
 
 class EmbeddedEngine(Engine):
     """The embedded engine: one copy of the weights, a KV cache, and a batch that requests join and leave."""
 
-    def __init__(self, policy: Policy, context: int, *, max_rows: int, prefill_tokens: int):
+    def __init__(
+        self, policy: Policy, context: int, *, max_rows: int, prefill_tokens: int, tells_experts: bool = False
+    ):
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
+        self._routing = routing.of(policy.causal) if tells_experts else None
         self._policy = policy
         self._context = context
         self._version = PolicyVersion(step=0, digest="")
@@ -226,6 +231,9 @@ class EmbeddedEngine(Engine):
         done = self._prefill() if self._admitting else []
         if self._running:
             hidden_RH = self._decoded(self._cache, self._running)
+            if self._routing is not None:
+                for request, chosen_LK in zip(self._running, self._routing.chosen(), strict=False):  # rows are padded
+                    request.experts.append(chosen_LK.tobytes())
             done += self._take_out(self._sample(hidden_RH, list(self._running)))
         return done
 
@@ -257,10 +265,13 @@ class EmbeddedEngine(Engine):
         self._cache.reserve(max(len(r.prompt) + min(r.limit, _AHEAD) for r in self._running[first:]))
         hidden = self._prefilled(self._cache, rows_of)
         last, end = [0] * (len(self._running) - first), 0
+        chosen_TLK = None if self._routing is None else self._routing.chosen()
         for prompt, rows in rows_of.items():
             end += len(prompt)
             for row in rows:
                 last[row - first] = end - 1
+                if chosen_TLK is not None:
+                    self._running[row].experts.append(chosen_TLK[end - len(prompt) : end].tobytes())
         return self._take_out(self._sample(hidden[last], self._running[first:]))
 
     def _prefilled(self, cache: KVCache, rows_of: Mapping[tuple[int, ...], Sequence[int]]) -> Tensor:

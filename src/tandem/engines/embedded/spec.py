@@ -19,6 +19,7 @@ class Embedded(Bounded, EngineSpec):
     """transformers in process; needs nothing but the base install."""
 
     capabilities: ClassVar[frozenset[type]] = frozenset({ExportsWeights})
+    tells_experts: ClassVar[bool] = True
 
     max_rows: int = bounded(64, least=1)
     """Most requests sampled at once; more wait."""
@@ -32,7 +33,13 @@ class Embedded(Bounded, EngineSpec):
         """Start the sampling task; it ends with the block."""
         from tandem.engines.embedded.engine import EmbeddedEngine  # which needs torch
 
-        engine = EmbeddedEngine(policy, context, max_rows=self.max_rows, prefill_tokens=self.prefill_tokens)
+        engine = EmbeddedEngine(
+            policy,
+            context,
+            max_rows=self.max_rows,
+            prefill_tokens=self.prefill_tokens,
+            tells_experts=requirements is not None and requirements.router_replay,
+        )
         try:
             yield engine
         finally:

@@ -448,6 +448,8 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     finish: str
     engine: str
     """Name that the HTTP process gave itself when it started."""
+    experts: bytes = b""
+    """Experts that tokens were routed to, as in ``Completion``."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):

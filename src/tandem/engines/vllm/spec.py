@@ -61,6 +61,7 @@ class Vllm(EngineSpec):
     """vLLM, started by us on this machine, or already running at ``urls`` (by: tandem serve engine RECIPE)."""
 
     has_grammars: ClassVar[bool] = True
+    tells_experts: ClassVar[bool] = True
     most_rank: ClassVar[int | None] = RANKS[-1]
     capabilities: ClassVar[frozenset[type]] = frozenset(
         {ExportsWeights, ExportsSlices, TakesAdapter, LoadsVersions, Relaunches, ReceivesBroadcast, ReportsChecksums}
@@ -331,6 +332,8 @@ class Vllm(EngineSpec):
             options["kv-cache-memory-bytes"] = int(cache * 1e9)
         if self.sleep:
             options["enable-sleep-mode"] = True
+        if requirements.router_replay:
+            options["enable-return-routed-experts"] = True
         if self.limit_mm_per_prompt:
             options["limit-mm-per-prompt"] = self.limit_mm_per_prompt
         if requirements.payload == "adapter":
@@ -419,6 +422,7 @@ _SET_BY_TANDEM = frozenset((
     "--enable-prefix-caching", "--gpu-memory-utilization", "--limit-mm-per-prompt", "--enable-lora",
     "--lora-target-modules", "--max-lora-rank", "--max-loras", "--max-cpu-loras", "--api-key", "--api-server-count",
     "--data-parallel-size", "--pipeline-parallel-size", "--enable-sleep-mode", "--kv-cache-memory-bytes",
+    "--enable-return-routed-experts",
 ))  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tandem.config.loading import RunConfig
 from tandem.distributed.placement import Placement
+from tandem.engines.base import ReportsChecksums
 from tandem.errors import ConfigError, UnsupportedPair
 from tandem.model import packing
 from tandem.model.context import CONTEXT_PARALLEL, check_heads
@@ -171,6 +172,22 @@ def check_model_heads(config: RunConfig, model_config: Any) -> None:
     check_heads(query_heads, key_heads, config.distributed.context_parallel, option=CONTEXT_PARALLEL)
     workers = getattr(config.engine, "tensor_parallel_size", 1)
     check_heads(query_heads, key_heads, workers, option="engine.tensor_parallel_size")
+
+
+def check_router_replay(config: RunConfig, model_config: Any) -> None:
+    """Refuse ``router_replay`` of a model whose experts cannot be chosen, or in a way that loses the choice.
+
+    Raises:
+        ConfigError: says why, and what would do.
+    """
+    if not config.router_replay:
+        return
+    packing.check_replay(model_config)
+    if packing.chosen(model_config, config.packing).packing == "plain":
+        if config.checkpointing != "none":
+            raise ConfigError("router_replay: checkpointing needs packing: tree; set checkpointing: none")
+        if ReportsChecksums not in config.engine.capabilities:
+            raise ConfigError("router_replay: the embedded engine needs packing: tree; choose engine: vllm")
 
 
 def _divisors(number: int) -> str:

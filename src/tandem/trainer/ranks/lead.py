@@ -29,7 +29,7 @@ from tandem.weight_sync.verify.probe import Checksums, compare
 
 T = TypeVar("T")
 
-SENT_REQUIREMENTS = ("model", "dtype", "payload", "rank", "targets", "versions", "seed", "answers")
+SENT_REQUIREMENTS = ("model", "dtype", "payload", "rank", "targets", "versions", "seed", "answers", "router_replay")
 """Plain fields of an engine's requirements; what else there is, a rank has itself."""
 
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -201,7 +202,13 @@ class VllmEngine(Engine):
         if min(versions, default=least) < least:
             newest = f"version {least} was" if least else "any weights were"
             raise StaleWeights(f"{server.name} sampled before {newest} published to it")
-        return server.completion(sampled.tokens, sampled.logprobs, versions, sampled.finish)
+        if self._requirements.router_replay and sampled.tokens and not sampled.experts and sampled.finish != "abort":
+            raise EngineError(
+                f"{server.name} does not tell which experts it chose; start it from this recipe, or set router_replay: "
+                "false"
+            )
+        completion = server.completion(sampled.tokens, sampled.logprobs, versions, sampled.finish)
+        return replace(completion, experts=sampled.experts)
 
     def _same(self, server: EngineServer, instance_id: str) -> None:
         if instance_id != server.instance_id:

@@ -42,6 +42,7 @@ class PartialCompletion:
     """The tokens as text; empty where that was spared."""
     finish: str = "abort"
     """Why it ended: stop or length; abort until it did."""
+    experts: bytes = b""
     """Experts that its tokens were routed to, prompt first; empty where vLLM does not tell."""
 
     @property
@@ -87,6 +88,8 @@ class RequestRecord:
                 answer.logprob_pieces.append(part.logprobs)
             answer.text += part.text or ""
             answer.finish = part.finish_reason or answer.finish
+            if getattr(part, "routed_experts", None) is not None:
+                answer.experts = part.routed_experts.tobytes()
 
 
 def _plain(logprobs: Mapping[int, Any]) -> dict[int, float]:

@@ -100,6 +100,7 @@ class _Answers:
                 versions=wire.runs(self._frontend.steps_of(completion)),
                 finish=completion.finish,
                 engine=self._frontend.id,
+                experts=completion.experts,
             )
             self._give(number, framed(frame))
         except Exception as error:  # of this answer alone

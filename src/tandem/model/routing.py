@@ -1,0 +1,151 @@
+"""Routers of a mixture of experts: which experts a pass chose, and passes whose choice is the sampler's.
+
+Engine and trainer round differently, so that now and then they route a token to other experts, which changes its
+logprob by far more than rounding. A replayed pass takes the engine's choice: in the router's own forward ``torch.topk``
+over all experts gives the experts it is told, with their scores of now. What is made of scores (softmax, sigmoid,
+scales) is the model's own, and so is the gradient.
+
+T counts the tokens of a pass, L the model's layers, K the experts of a token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tandem.errors import EngineError
+
+OWN = -1
+"""In a replayed choice: the router chooses by itself."""
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+class _TopK(TorchFunctionMode):
+    """Within it ``torch.topk`` over all experts gives a choice, and not the largest."""
+
+    def __init__(self, chosen_TK: Tensor, num_experts: int):
+        super().__init__()
+        self._chosen_TK = chosen_TK
+        self._shape = (len(chosen_TK), num_experts)
+        self.is_made = False
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, Tensor.topk) or args[0].shape != self._shape:
+            return out
+        self.is_made = True
+        chosen_TK = torch.where(self._chosen_TK == OWN, out.indices, self._chosen_TK.long())
+        return torch.return_types.topk((args[0].gather(1, chosen_TK), chosen_TK))
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Routing:
+    """The routers of a model by their layers, what they chose last, and what they are to choose."""
+
+    routers: dict[int, nn.Module]
+    layers: int
+    top_k: int
+    num_experts: int
+    replayed_TLK: Tensor | None = None
+    """What passes choose from now on, int16; None: by themselves."""
+    _chosen: dict[int, Tensor] = field(default_factory=dict)
+    _is_wrapped: bool = False
+
+    def __post_init__(self) -> None:
+        for layer, router in self.routers.items():
+            router.register_forward_hook(self._noting(layer))
+
+    def _noting(self, layer: int) -> Callable[[nn.Module, Any, Any], None]:
+        def note(_: nn.Module, __: Any, out: Any) -> None:
+            for part in out if isinstance(out, tuple) else ():
+                if isinstance(part, Tensor) and not part.is_floating_point():
+                    self._chosen[layer] = part
+
+        return note
+
+    @property
+    def dtype(self) -> type[np.uint8 | np.uint16]:
+        """Type in which an engine tells experts."""
+        return np.uint8 if self.num_experts <= 256 else np.uint16
+
+    def chosen(self) -> NDArray[Any]:
+        """What the last pass chose, (T, L, K); layers without experts have zeros."""
+        some = next(iter(self._chosen.values()))
+        all_TLK = some.new_zeros((len(some), self.layers, self.top_k))
+        for layer, chosen_TK in self._chosen.items():
+            all_TLK[:, layer] = chosen_TK
+        return all_TLK.cpu().numpy().astype(self.dtype)
+
+    def load(self) -> Tensor | None:
+        """Tokens of each expert in the last pass, (routers, experts); None where routers do not tell."""
+        if not self._chosen:
+            return None
+        chosen_RN = torch.stack([chosen_TK.flatten() for chosen_TK in self._chosen.values()])
+        load_RE = torch.zeros(len(chosen_RN), self.num_experts, device=chosen_RN.device)
+        return load_RE.scatter_add_(1, chosen_RN, torch.ones_like(chosen_RN, dtype=load_RE.dtype))
+
+    def rows(self, record: bytes) -> NDArray[np.int16]:
+        """What an engine told of some tokens, (T, L, K).
+
+        Raises:
+            EngineError: it is not of this model.
+        """
+        values, each = np.frombuffer(record, dtype=self.dtype), self.layers * self.top_k
+        if len(values) % each or (len(values) and int(values.max()) >= self.num_experts):
+            raise EngineError(
+                f"the engine told {len(record)} bytes of experts, which are not those of {self.layers} layers with "
+                f"{self.top_k} of {self.num_experts} experts for each token; set router_replay: false"
+            )
+        return values.reshape(-1, self.layers, self.top_k).astype(np.int16)
+
+    def replay(self, experts_TLK: Tensor | None) -> None:
+        """Have passes from now on choose these; None: choose by themselves. A pass recomputed in backward counts."""
+        self.replayed_TLK = experts_TLK
+        if experts_TLK is not None and not self._is_wrapped:
+            self._is_wrapped = True
+            for layer, router in self.routers.items():
+                router.forward = self._replaying(layer, router.forward)
+
+    def _replaying(self, layer: int, own: Callable[..., Any]) -> Callable[..., Any]:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def forward(*args: Any, **options: Any) -> Any:
+            if self.replayed_TLK is None:
+                return own(*args, **options)
+            with _TopK(self.replayed_TLK[:, layer], self.num_experts) as mode:
+                out = own(*args, **options)
+            if not mode.is_made:
+                raise EngineError(f"layer {layer} chooses its experts otherwise than by torch.topk")
+            return out
+
+        replaying: Callable[..., Any] = forward
+        return replaying
+
+
+_OF: WeakKeyDictionary[nn.Module, Routing | None] = WeakKeyDictionary()
+
+
+def of(causal: Any) -> Routing | None:
+    """The routing of a transformers model; None: it has no experts."""
+    if causal not in _OF:
+        routers, num_experts = dict[int, nn.Module](), 0
+        for name, module in causal.named_modules():
+            parts = dict(module.named_children())
+            router, layer = parts.get("gate", parts.get("router")), _LAYER.search(f"{name}.")
+            if "experts" in parts and layer and router is not None and hasattr(router, "top_k"):
+                routers[int(layer[1])] = router
+                num_experts = next(p.shape[0] for p in parts["experts"].parameters() if p.dim() == 3)
+        layers = causal.config.get_text_config().num_hidden_layers
+        top_k: Any = next((router.top_k for router in routers.values()), 0)
+        _OF[causal] = Routing(routers, layers, top_k, num_experts) if routers else None
+    return _OF[causal]
