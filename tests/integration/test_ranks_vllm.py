@@ -107,16 +107,17 @@ def test_two_ranks_and_two_engines_train_what_one_rank_and_one_engine_train(
 
 @pytest.mark.long
 def test_a_run_goes_on_with_other_ranks_and_engines(tmp_path: Path) -> None:
-    """An engine beside each rank, one apart from both, and one rank with two engines apart."""
+    """An engine beside each rank, one apart from both, one rank and two engines apart, and three GPUs by number."""
     model, layouts = wide_model(tmp_path, head_dim=vllm.HEAD_DIM), [
         {"ranks": 2, "sync": "shared"},
         {"ranks": 2, "sync": "broadcast", "distributed": {"shard": "weights"}},
         {"ranks": 1, "distributed": {"shard": "states"}, "engine": vllm.engine(replicas=2)},
+        {"ranks": None, "gpus": 3, "engine": vllm.engine()},
     ]  # fmt: skip
     for steps, layout in enumerate(layouts, 1):
         options = {"engine": vllm.engine(), **layout, "steps": steps}
         run = trained_run(tmp_path, model, "turns", **options, resume=steps > 1)
-    assert list(vllm.published(run)) == [1, 2, 3]
+    assert list(vllm.published(run)) == [1, 2, 3, 4]
     assert (run / "logs/rank-1.log").exists()
     vllm.groups_once(run, each=4)
 

@@ -245,7 +245,7 @@ def test_a_resumed_run_may_change_only_what_leaves_training_as_it_was(run: Run, 
         assert (
             f"command line: {override}: a resumed run keeps its '{override.partition('=')[0].partition('.')[0]}'" in err
         )
-        may = "alarms, broker, checkpoint, checkpointing, distributed, evaluate, grading, loggers"
+        may = "alarms, broker, checkpoint, checkpointing, distributed, evaluate, gpus, grading, loggers"
         assert f"these may change: {may}" in err
 
 

@@ -20,6 +20,7 @@ from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
 from tandem.config.loading import FP8, Loaded, RunConfig, load
 from tandem.config.sources import EnvSource
+from tandem.engines.base import ReportsChecksums
 from tandem.envs.base import Split
 from tandem.errors import ConfigError, RewardError, TandemError, redacted
 from tandem.rewards.base import Reward
@@ -46,8 +47,9 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
 
 async def _check(loaded: Loaded, tasks: int) -> int:
     from tandem.trainer import environments
+    from tandem.trainer.ranks import layout
 
-    check = _RecipeCheck(environments.counted(loaded.config), tasks)
+    check = _RecipeCheck(layout.placed(environments.counted(loaded.config)), tasks)
     console = Console()
     problems: list[TandemError] = []
     warned = 0
@@ -223,7 +225,9 @@ class _RecipeCheck:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        planner = self._planner
+        from tandem.trainer.ranks import layout
+
+        planner, counts = self._planner, RankCounts.of(self._config)
         if planner is None:
             return None
         planner.plan(self._config).require()
@@ -234,6 +238,8 @@ class _RecipeCheck:
             self.plan += f"\n  distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here"
         if self._config.matmul == "fp8":
             self.plan += f"\n  {FP8}"
+        if counts.world > 1 or ReportsChecksums in as_run.engine.capabilities:
+            self.plan += f"\n\nlayout, at the peak:\n{layout.drawn(planner, as_run)}"
         if not plan.within(1 / (1 + memory.MARGIN)):
             self.warnings.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"

@@ -77,10 +77,11 @@ def shown(loaded: Loaded, notes: Iterable[str]) -> str:
         UnsupportedPair: its options cannot be had together, as ``tandem check`` and a run say.
         ConfigError: this machine lacks what an option needs.
     """
-    from tandem.trainer.ranks import checks  # which needs torch
+    from tandem.trainer.ranks import checks, layout  # which need torch
 
-    checks.check_config(loaded.config)
-    return with_notes(loaded.options, notes)
+    checks.check_config(config := layout.placed(loaded.config))
+    divided = () if config is loaded.config else (layout.described(config),)
+    return with_notes(loaded.options, (*notes, *divided))
 
 
 def with_notes(options: Json, notes: Iterable[str]) -> str:

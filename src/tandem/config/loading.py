@@ -176,6 +176,9 @@ class RunConfig:
     ranks: int | Literal["auto"] | None = None
     """Processes that compute a step side by side, a GPU each: so many, which the trainer starts itself; auto for one on
     each GPU of this host; null for as many as a launcher (torchrun, srun) has started, or else one."""
+    gpus: int | None = None
+    """GPUs of this host that the memory plan and sync divide between ranks and engines, in place of ranks,
+    engine.replicas and engine.devices; null: these say it."""
     distributed: Distributed = field(default_factory=Distributed)
     """How a step is divided among several ranks."""
 
@@ -213,6 +216,10 @@ class RunConfig:
             ),
             seed=(0 <= self.seed < 2**63, "at least 0 and below 2^63"),
             ranks=(not isinstance(self.ranks, int) or self.ranks >= 1, "at least 1, auto or null"),
+            gpus=(
+                self.gpus is None or (self.gpus >= 1 and not self._counts_gpus),
+                "at least 1, without ranks, engine.replicas and engine.devices, which it decides",
+            ),
             name=(self.name is None or _is_folder_name(self.name), "a folder's name, not a path"),
             runs=(bool(self.runs.strip()), "a folder"),
             **{
@@ -225,6 +232,12 @@ class RunConfig:
         )
         if not self.rewards and self.env is not None:
             object.__setattr__(self, "rewards", default_rewards(self.env))
+
+    @property
+    def _counts_gpus(self) -> bool:
+        """True if some option says which GPUs train or sample."""
+        engine: Any = self.engine
+        return self.ranks is not None or getattr(engine, "replicas", 1) > 1 or bool(getattr(engine, "devices", ()))
 
     @property
     def sources(self) -> Mapping[str, EnvSource]:
@@ -480,7 +493,7 @@ FP8 = "matmul: fp8 saves time and no memory: weights stay bfloat16, and each pro
 """What is said wherever it is chosen."""
 RESUMABLE = frozenset({
     "steps", "evaluate", "checkpoint", "checkpointing", "loggers", "threads", "grading", "broker", "timeouts", "alarms",
-    "print_completions", "metric_names", "ranks", "distributed", "micro_batch_tokens",
+    "print_completions", "metric_names", "ranks", "gpus", "distributed", "micro_batch_tokens",
 })  # fmt: skip
 """Options that a resumed run may change: they do not decide what a training step computes."""
 ENGINE_KEEPS = frozenset({"kind", "seeded", "max_model_len", "args"})

@@ -39,7 +39,7 @@ from tandem.trainer.live import live_policy, model_of, rank_device, reference_of
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs, is_cut
 from tandem.trainer.rank_counts import RankCounts
-from tandem.trainer.ranks import checks
+from tandem.trainer.ranks import checks, layout
 from tandem.trainer.record import records
 from tandem.trainer.requirements import engine_requirements, started_on_ours
 from tandem.trainer.run_lock import RunLock
@@ -93,7 +93,7 @@ async def _train(
     on_step: OnStep | None,
     stop: asyncio.Event,
 ) -> Path:
-    recipe, config = config, environments.counted(config)
+    recipe, config = config, layout.placed(environments.counted(config))
     counts = RankCounts.of(config)
     checks.check_config(config)
     if placement is not None:

@@ -338,6 +338,10 @@ class Planner:
         why = f"{rows} rows × ({grown:,} tokens × {token:,} bytes + {logits:,} of logits)"
         return self._line("KV cache", rows * (grown * token + logits), why, "sampling", each=False)
 
+    def engine_weights(self, config: RunConfig) -> int:
+        """Bytes of the weights that each accelerator of an engine holds."""
+        return self.modelled.counts.base * _width(config) // int(getattr(config.engine, "tensor_parallel_size", 1))
+
     def checkpoint_bytes(self, config: RunConfig) -> int:
         """Bytes of one checkpoint on disk, at most: what is trained and the optimizer's state."""
         counts, width = self.modelled.counts, _width(config)
