@@ -228,20 +228,14 @@ def evaluate(
     ],
     overrides: Overrides = None,
     step: Step = None,
-    on: Annotated[
-        str, typer.Option(metavar="TASK,...", help="Benchmarks of lm-eval, such as gsm8k,math500,ifeval,humaneval.")
-    ] = "",
 ) -> None:
-    """Measure mean@k and pass@k on held-out tasks, or on public benchmarks before and after training.
+    """Measure mean@k and pass@k on held-out tasks.
 
-    Of a run's checkpoint, of a recipe's model, or of a model folder (which needs env=... or --on).
+    Of a run's checkpoint, of a recipe's model, or of a model folder (which needs env=...).
     """
-    from tandem.cli.evaluate import evaluate, print_benchmarks
+    from tandem.cli.evaluate import evaluate
 
-    if on:
-        print_benchmarks(target, on.split(","), overrides or [], step)
-    else:
-        evaluate(target, overrides or [], step)
+    evaluate(target, overrides or [], step)
 
 
 @app.command()
@@ -368,16 +362,6 @@ def serve_run(
     from tandem.cli.serve_model import serve_model
 
     serve_model(run, overrides or [], step, host, port, typer.echo)
-
-
-@app.command()
-def schema() -> None:
-    """Print the JSON schema of a recipe, for editors."""
-    import json
-
-    from tandem.config.schema import schema
-
-    typer.echo(json.dumps(schema(), indent=2))
 
 
 OWN_VERBS = frozenset(
