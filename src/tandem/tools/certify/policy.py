@@ -18,7 +18,7 @@ from tandem.model.layers import Checkpointing
 from tandem.model.policy import Compute, Policy
 from tandem.tools.certify.made_up import certified
 from tandem.trainer import live
-from tandem.trainer.pack import Micro, StepBatch
+from tandem.trainer.pack import StepBatch
 from tandem.trainer.step import Step
 from tandem.trainer.work import LocalWork
 
@@ -153,19 +153,6 @@ class CertifiedPolicy:
             return self.gradients(batch)
         finally:
             layers.tune(self.policy.model, compile=False)
-
-    @torch.no_grad()
-    def scored(self, batch: StepBatch) -> list[tuple[Micro, Tensor, Tensor | None]]:
-        """Each micro-batch, and the logprobs that policy and reference give its tokens as the first step begins."""
-        self._begin()
-        scores = []
-        for micro in batch.micro:
-            before_N = None
-            if self.work.reference is not None:
-                with self.work.reference.in_place():
-                    before_N = self.work.logprobs(micro)
-            scores.append((micro, self.work.logprobs(micro), before_N))
-        return scores
 
     def close(self) -> None:
         """End its thread."""
