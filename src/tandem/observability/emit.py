@@ -77,11 +77,9 @@ class Telemetry:
             with waits.blocking("trainer", "its files to open", on=f"the disk of {self._info.folder}"):
                 self._folder_writer = Jsonl().open(self._info)
             undo.callback(self._folder_writer.close)
-            rows = list(json_lines.read(self._info.folder / "eval.jsonl"))
-            self._evaluated = {row["step"] for row in rows}
+            self._evaluated = {row["step"] for row in json_lines.read(self._info.folder / "eval.jsonl")}
             if self._alarms is not None:
-                seen = [{"step": row["step"], "scalars": evaluation_scalars(row)} for row in rows]
-                self._alarms.replay(json_lines.read(self._info.folder / "metrics.jsonl"), seen)
+                self._alarms.replay(json_lines.read(self._info.folder / "metrics.jsonl"))
             for logger in self._loggers:
                 name = _name(logger, taken=self._writers)
                 with waits.blocking("trainer", "it to open", on=f"logger {name}"):
@@ -179,8 +177,6 @@ class Telemetry:
         scalars = evaluation_scalars(record)
         with self._lock:
             self._evaluated.add(step)
-            if self._alarms is not None:
-                self._alarms.evaluation(step, scalars)
             self._to_folder("eval.jsonl", lambda writer: writer.evaluation(step, record, scalars))
             self._to_loggers(lambda writer: writer.evaluation(step, record, scalars))
 
