@@ -25,9 +25,8 @@ from tandem.trainer.work import LocalWork
 Gradient = Mapping[str, Tensor]
 """By parameter name."""
 
-MOVES, MOVES_REAL = 0.1, 0.01
-"""Weights move by this share of their own deviation, from the model as loaded to the step, and at each update. A real
-model moves less: it must stay what it is."""
+MOVES = 0.1
+"""Weights move by this share of their own deviation, from the model as loaded to the step, and at each update."""
 LEAST = 0.02
 """How far weights that are all alike move."""
 
@@ -77,16 +76,15 @@ class Recorder:
 
 
 class CertifiedPolicy:
-    """A policy under a certificate; ``real``: the recipe's own model, not a tiny one like it."""
+    """A policy under a certificate: a tiny model like the recipe's."""
 
-    def __init__(self, config: RunConfig, *, real: bool):
+    def __init__(self, config: RunConfig):
         self.config = config
-        model, self.exact = certified(config, real=real)
+        model, self.exact = certified(config)
         self.policy = Policy(model, None, name="certified", compute=Compute(torch.get_num_threads()))
         self._parameters = dict(config.trainable.parameters(model))
         self._loaded = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        share = MOVES_REAL if real else MOVES
-        self._moves = {name: share * _deviation(loaded) for name, loaded in self._loaded.items()}
+        self._moves = {name: MOVES * _deviation(loaded) for name, loaded in self._loaded.items()}
         self._changing = live.changing(config, self.policy)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._recorder = Recorder(names, lambda update: self._write(self.placed(update)))
