@@ -182,7 +182,7 @@ def test_aliases_are_understood(here: Path) -> None:
         ("loss: {kind: 3}", "recipe.yaml:4: loss.kind: expected one of "),
         (
             "loggers: console",
-            "recipe.yaml:4: loggers: expected a list of loggers, such as [console, jsonl], got the text 'console'",
+            "recipe.yaml:4: loggers: expected a list of loggers, such as [console, tensorboard], got the text",
         ),
         (
             "rewards: [exact]",
@@ -497,7 +497,7 @@ def test_overrides_reach_every_depth(here: Path) -> None:
     config = read(
         MINIMAL,
         "steps=7", "optimizer.lr=1e-4", "env.terms=3", "sampling.stop=[END, '#']", "evaluate.every=5", "name=2024",
-        "chat_template_kwargs.enable_thinking=false", "loggers=[console, jsonl]", "context=null",
+        "chat_template_kwargs.enable_thinking=false", "loggers=[console, tensorboard]", "context=null",
     )  # fmt: skip
     assert (config.steps, config.optimizer.lr, config.sampling.stop) == (7, 1e-4, ("END", "#"))
     assert config.env.terms == 3  # type: ignore[attr-defined]
