@@ -191,8 +191,6 @@ def dropped_lines(fields: Mapping[str, Json]) -> list[str]:
     count = fields["dropped"]
     head = f"step {fields['step']}: {count} group{'s' * (count > 1)} dropped so far: {reasons}{more}"
     head = f"WARNING {head}" if fields["warning"] else head
-    if "example" not in fields:
-        return [head]
     out = [head, "  there is nothing to learn from a group without different rewards: others are sampled for them"]
     if "change" in fields:
         out += [f"  change: {_clean(fields['change'])}", "  more of them: dropped.jsonl in the run's folder"]
