@@ -575,14 +575,6 @@ def test_an_override_given_twice(here: Path) -> None:
     assert "command line: seed: given twice; remove one" in wrong(MINIMAL, "seed=1", "seed=2")
 
 
-def test_where_an_option_was_given_is_remembered(here: Path) -> None:
-    Path("recipe.yaml").write_text(MINIMAL + "optimizer:\n  lr: 1e-5\n")
-    where = load(Path("recipe.yaml"), ["seed=1"]).places
-    assert where["optimizer.lr"] == "recipe.yaml:5"
-    assert where["seed"] == "command line: seed"
-    assert "threads" not in where
-
-
 # What is written
 
 
