@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pytest
 
 import tandem
@@ -91,7 +90,6 @@ def test_a_tutorial_runs(page: str, place: Path, tiny_model: Path, monkeypatch: 
 
 @pytest.mark.parametrize("name", ["first_run", "own_data", "compare"])
 def test_a_notebook_runs(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    matplotlib.use("agg")
     cells = json.loads((ROOT / f"examples/{name}.ipynb").read_text())["cells"]
     names: dict[str, Any] = {"__name__": "__main__"}
 

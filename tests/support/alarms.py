@@ -59,7 +59,6 @@ class Made:
     failed_grading: Curve = flat(0.0)
     failed: Curve = flat(0.0)
     shares: Mapping[str, Curve] = field(default_factory=lambda: {"task": flat(1.0)})
-    evaluations: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def recipe(self) -> dict[str, Any]:
         """As a run's loggers get it."""
@@ -142,9 +141,6 @@ def watched(made: Made, count: int, seed: int = 0, **config: Any) -> list[Notice
     notices: list[Notice] = []
     for step, row in made.steps(count, seed):
         notices += watch.step(step, row)
-        if step in made.evaluations:
-            mean, half = made.evaluations[step]
-            watch.evaluation(step, {"eval/mean": mean, "eval/mean/low": mean - half, "eval/mean/high": mean + half})
     return notices
 
 
@@ -210,7 +206,6 @@ HEALTHY: Mapping[str, Made] = {
         accuracy=learned(0.35, 0.6, 80),
         kl=learned(0.01, 0.04, 30),
         ess=flat(0.65),
-        evaluations={50: (0.38, 0.06), 100: (0.47, 0.06), 150: (0.45, 0.06), 200: (0.5, 0.06)},
     ),
 }
 """Runs in which nothing is to be told."""
@@ -218,10 +213,6 @@ HEALTHY: Mapping[str, Made] = {
 BASE = Made()
 ONSET = 40
 """Step at which something goes wrong in each of the following."""
-
-
-def spikes(level: float, height: float, every: int) -> Curve:
-    return lambda step: height if step >= ONSET and step % every == 0 else level
 
 
 def after(before: float, then: float, steps: float = 8) -> Curve:
@@ -238,10 +229,6 @@ SICK: Mapping[str, tuple[str, Made]] = {
         "reward_hacking",
         replace(BASE, weights=FORMAT, accuracy=after(0.5, 0.15), bonuses={"format": after(0.3, 0.95)}),
     ),
-    "held-out accuracy falls while training reward rises": (
-        "reward_hacking",
-        replace(BASE, accuracy=after(0.4, 0.7), evaluations={20: (0.42, 0.05), 52: (0.25, 0.05)}),
-    ),
     "answers collapse to a few tokens": ("length", replace(BASE, length=after(166, 4, 12))),
     "answers explode": ("length", replace(BASE, length=after(120, 400, 12))),
     "answers are cut": ("length", replace(BASE, truncated=after(0.03, 0.6))),
@@ -253,10 +240,8 @@ SICK: Mapping[str, tuple[str, Made]] = {
     ),
     "data are too old": ("kl_behavior", replace(BASE, config={"max_lag": 4}, kl=after(0.02, 0.5))),
     "engine and trainer disagree": ("kl_behavior", replace(BASE, kl=after(0.001, 0.08))),
-    "gradients peak": ("loss", replace(BASE, grad=spikes(0.5, 40.0, 4))),
-    "the loss jumps": ("loss", replace(BASE, loss=spikes(0.0, 3.0, 5))),
     "the loss is not a number": ("loss", replace(BASE, loss=lambda step: math.nan if step >= ONSET else 0.0)),
-    "environments fail": ("environments", replace(BASE, failed=after(0.0, 0.5))),
-    "graders time out": ("grading", replace(BASE, failed_grading=after(0.0, 0.4))),
+    "environments fail": ("failures", replace(BASE, failed=after(0.0, 0.5))),
+    "graders time out": ("failures", replace(BASE, failed_grading=after(0.0, 0.4))),
 }
 """What goes wrong: the alarm that must name it, and the run."""

@@ -38,14 +38,6 @@ def test_nothing_is_told_of_a_recorded_run() -> None:
     assert [notice for row in recorded() for notice in watch.step(row["step"], row["metrics"])] == []
 
 
-def test_steps_without_a_gradient_are_not_what_its_norm_jumps_from() -> None:
-    """A policy that is nearly always right: most steps have equal rewards in every group, and a norm of 0."""
-    watch = AlarmWatch(RECORDED)
-    for row in recorded():
-        zeroed = {"grad_norm": 0.0, "loss": 0.0} if row["step"] % 4 else {}
-        assert watch.step(row["step"], {**row["metrics"], **zeroed}) == []
-
-
 def planted(row: dict[str, Any], **metrics: float) -> dict[str, float]:
     """A recorded step with some numbers times something from step 20 on."""
     factors = metrics if row["step"] >= 20 else {}
@@ -83,25 +75,6 @@ def test_what_goes_wrong_is_named_within_twenty_steps(name: str, seed: int) -> N
     assert finding.change.endswith(".")
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "says"),
-    [
-        ({"entropy": 5.2}, {"entropy": 1e-11}, "entropy went from 5.2 to 1e-11"),
-        ({"entropy": 0.6}, {"entropy": 9.0}, "entropy went from 0.6 to 9"),
-        ({"entropy": 0.6, "kl_behavior": 1e-3}, {"entropy": 0.6, "kl_behavior": 7.0}, "kl_behavior went from 0.001"),
-    ],
-)
-def test_a_policy_that_one_update_ruined_is_told_of_at_once(
-    before: dict[str, float], after: dict[str, float], says: str
-) -> None:
-    watch = AlarmWatch(RECORDED)
-    assert watch.step(1, before) == []
-    (notice,) = watch.step(2, after)
-    assert notice.finding is not None
-    assert says in notice.finding.seen
-    assert "The tasks are not to blame" in notice.finding.means
-
-
 def test_every_alarm_is_looked_for_and_has_a_name_that_recipes_know() -> None:
     assert set(METRICS) == {pattern.alarm for pattern in PATTERNS} == set(get_args(Name))
     assert {alarm for alarm, _ in SICK.values()} == set(get_args(Name))
@@ -118,16 +91,6 @@ def test_an_episode_is_told_once_and_is_over_when_nothing_shows_any_more() -> No
     _, notices = lasting(90)
     assert [notice.alarm for notice in notices] == ["length"]
     assert ONSET <= notices[0].since <= notices[0].step <= ONSET + SOON
-
-
-def test_what_lasts_is_told_again_ever_more_rarely() -> None:
-    finding = Finding(seen="1", means="m.", change="c.")
-    episode, notice_steps = _Episode("length"), []
-    for step in range(1, 1000):
-        notice_steps += [step] if episode.update(finding, step) else []
-    assert notice_steps == [3, 103, 303, 703]
-    over = [episode.update(None, step) for step in range(1000, 1010)]
-    assert [notice is not None for notice in over] == [False] * 9 + [True]
 
 
 def test_ignored_alarms_are_not_looked_for() -> None:
@@ -154,17 +117,17 @@ def test_stop_is_asked_for_by_the_first_alarm_and_by_one_that_is_open_after_a_re
     stopped: list[int] = []
     resumed = AlarmWatch({**made.recipe(), "alarms": {"action": "stop"}})
     resumed.stop = lambda: stopped.append(1)
-    resumed.replay(rows[:60], [])
+    resumed.replay(rows[:60])
     assert stopped == []
     resumed.step(61, rows[60]["metrics"])
     assert stopped == [1]
 
 
 def test_an_alarm_that_comes_and_goes_is_one_that_stays() -> None:
-    """Twenty steps with the pattern and twenty without, again and again: its episodes grow into each other."""
+    """Nine steps with the pattern and fifteen without, again and again: its episodes grow into each other."""
     finding = Finding(seen="s", means="m", change="c")
     episode, raised = _Episode("length"), 0
-    for step in range(1, 801):
-        notice = episode.update(finding if step // 20 % 2 else None, step)
+    for step in range(240):
+        notice = episode.update(finding if step % 24 < 9 else None, step)
         raised += notice is not None and notice.finding is not None
-    assert raised == 5  # at steps 20, 60 and, as it goes on, three times more; before, in each of 20 episodes
+    assert raised == 2  # then it is over after 20 steps, which never come

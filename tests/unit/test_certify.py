@@ -122,12 +122,6 @@ def test_a_tiny_model_keeps_its_architecture() -> None:
     assert tiny.num_key_value_heads == tiny.num_attention_heads  # as it was
 
 
-def test_the_real_model(tiny_model: Path) -> None:
-    certificate = certify(load(Path("recipes/quickstart.yaml"), [f"model={tiny_model}"]).config, real=True)
-    assert certificate.passed
-    assert str(tiny_model) in certificate.model
-
-
 def test_the_command_says_it_in_words_and_as_json(architectures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["certify", "recipes/quickstart.yaml", f"model={architectures / 'smollm2'}"]
     words = CliRunner().invoke(app, arguments)

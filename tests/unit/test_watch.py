@@ -17,11 +17,13 @@ from aiohttp.test_utils import TestClient, TestServer
 from support.chromium import CHROMIUM, Page, browsing
 from unit.report_run import made_metrics, made_rollouts, make_run, write
 
-from tandem.cli.watch import RunsPage, diagnosed, watch
+from tandem.cli.watch import RunsPage, watch
 from tandem.errors import ConfigError
 from tandem.observability import json_lines
 from tandem.observability.report import page
-from tandem.observability.report.folder import FollowedRun, load
+from tandem.observability.report.diagnosis import diagnosis
+from tandem.observability.report.folder import load, state
+from tandem.observability.report.summary import summarise
 
 
 def written(folder: Path, *, events: Any = (), **metrics: list[float]) -> Path:
@@ -39,7 +41,6 @@ def written(folder: Path, *, events: Any = (), **metrics: list[float]) -> Path:
 FAILED = [{"event": "run_failed", "time": 1.0, "message": "out of memory"}]
 ALARM = [{"event": "alarm", "step": 2, "since": 1, "time": 1.0, "alarm": "entropy", "seen": "it fell", "means": "",
           "change": "", "metrics": []}]  # fmt: skip
-EQUAL: dict[str, list[float]] = {"env__a__groups": [8.0, 8.0], "env__a__zero_variance": [0.5, 0.25]}
 
 
 @pytest.mark.parametrize(
@@ -47,17 +48,14 @@ EQUAL: dict[str, list[float]] = {"env__a__groups": [8.0, 8.0], "env__a__zero_var
     [
         ({}, (), "no step is done yet"),
         ({"seconds__step": [10.0, 10.0], "seconds__wait": [8.0, 9.0]}, (), "85% of a step is waiting for rollouts ("),
-        ({**EQUAL, "accuracy": [0.1, 0.1]}, (), "6 of 16 groups had equal rewards and taught nothing (easier tasks)"),
-        ({"env__a__groups": [9.0], "env__a__zero_variance": [0.1], "rollouts__truncated": [0.6]}, (), "60% of answers"),
         ({"reward": [1.0]}, FAILED, "It failed: out of memory"),
         ({"reward": [1.0, 1.0]}, ALARM, "Alarm entropy since step 1: it fell"),
         ({"reward": [1.0]}, (), "Nothing stands out."),
     ],
 )
 def test_a_diagnosis_is_a_sentence(metrics: Any, events: Any, says: str, tmp_path: Path) -> None:
-    text = diagnosed(load(written(tmp_path / "a", events=events, **metrics)))
-    assert says in text
-    assert "of 9 groups" not in text
+    run = load(written(tmp_path / "a", events=events, **metrics))
+    assert says in diagnosis(run, summarise(run))
 
 
 def answers(folder: Path, *requests: str, key: str = "", **headers: str) -> list[tuple[int, Any]]:
@@ -104,16 +102,14 @@ def test_a_page_of_elsewhere_is_refused_and_a_key_asked_for(tmp_path: Path) -> N
     assert answers(tmp_path, "/runs", key="k", Authorization="Bearer k", Host="gpu.example.org")[0][0] == 200
 
 
-def test_a_follower_reads_what_came_since_and_anew_what_was_rewound(tmp_path: Path) -> None:
+def test_a_run_has_another_state_once_a_row_has_come(tmp_path: Path) -> None:
     run = written(tmp_path / "a", reward=[0.0, 1.0])
-    follower = FollowedRun(run)
-    first = follower.look()
-    assert follower.look() is first
+    before = state(run)
+    assert state(run) == before
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "time": 12.0, "metrics": {"reward": 0.5}}\n{"step": 4, "ti')
-    assert [row["step"] for row in follower.look().metrics] == [1, 2, 3]
-    json_lines.rewind(run / "metrics.jsonl", 1)
-    assert [row["step"] for row in follower.look().metrics] == [1]
+    assert state(run) != before
+    assert [row["step"] for row in load(run).metrics] == [1, 2, 3]
 
 
 def test_of_a_large_file_rows_at_equal_distances_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

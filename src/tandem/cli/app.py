@@ -129,18 +129,16 @@ def check(
 def certify(
     recipe: Recipe,
     overrides: Overrides = None,
-    real: Annotated[
-        bool, typer.Option("--real", help="On the recipe's own model instead of a tiny one of its architecture.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a recipe's gradient is the one it says, and that its optimizer does with it what it should.
 
-    On made-up answers, on the CPU: it must not depend on how a batch is cut, and must be that of the plain formulas.
+    On made-up answers and a tiny model of its architecture, on the CPU: it must not depend on how a batch is cut, and
+    must be that of the plain formulas.
     """
     from tandem.cli.certify import print_certificate
 
-    raise typer.Exit(print_certificate(recipe, overrides or [], real=real, as_json=as_json))
+    raise typer.Exit(print_certificate(recipe, overrides or [], as_json=as_json))
 
 
 @app.command("list")
@@ -228,20 +226,14 @@ def evaluate(
     ],
     overrides: Overrides = None,
     step: Step = None,
-    on: Annotated[
-        str, typer.Option(metavar="TASK,...", help="Benchmarks of lm-eval, such as gsm8k,math500,ifeval,humaneval.")
-    ] = "",
 ) -> None:
-    """Measure mean@k and pass@k on held-out tasks, or on public benchmarks before and after training.
+    """Measure mean@k and pass@k on held-out tasks.
 
-    Of a run's checkpoint, of a recipe's model, or of a model folder (which needs env=... or --on).
+    Of a run's checkpoint, of a recipe's model, or of a model folder (which needs env=...).
     """
-    from tandem.cli.evaluate import evaluate, print_benchmarks
+    from tandem.cli.evaluate import evaluate
 
-    if on:
-        print_benchmarks(target, on.split(","), overrides or [], step)
-    else:
-        evaluate(target, overrides or [], step)
+    evaluate(target, overrides or [], step)
 
 
 @app.command()
@@ -315,16 +307,11 @@ def push(
 
 
 @app.command()
-def doctor(
-    recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE", help="Whose engine and runs folder are looked at.")
-    ] = None,
-    overrides: Overrides = None,
-) -> None:
+def doctor() -> None:
     """Say what this machine has and lacks."""
     from tandem.tools.doctor import doctor
 
-    raise typer.Exit(doctor(recipe=recipe, overrides=overrides or []))
+    raise typer.Exit(doctor())
 
 
 class ServeGroup(TyperGroup):
@@ -368,16 +355,6 @@ def serve_run(
     from tandem.cli.serve_model import serve_model
 
     serve_model(run, overrides or [], step, host, port, typer.echo)
-
-
-@app.command()
-def schema() -> None:
-    """Print the JSON schema of a recipe, for editors."""
-    import json
-
-    from tandem.config.schema import schema
-
-    typer.echo(json.dumps(schema(), indent=2))
 
 
 OWN_VERBS = frozenset(

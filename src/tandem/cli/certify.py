@@ -18,19 +18,18 @@ from tandem.tools.certify.certificate import Certificate
 _STYLES = {"pass": "green", "fail": "bold red", "skipped": "yellow"}
 
 
-def print_certificate(recipe: Path, overrides: Sequence[str], *, real: bool, as_json: bool) -> int:
+def print_certificate(recipe: Path, overrides: Sequence[str], *, as_json: bool) -> int:
     """Print the certificate; returns 0 if it passes, else 1.
 
     Args:
         recipe: what is certified.
         overrides: laid over it.
-        real: on its own model.
         as_json: print JSON alone.
 
     Raises:
         ConfigError: the recipe is wrong, or its model cannot be read.
     """
-    certificate = certify(load(recipe, overrides).config, real=real)
+    certificate = certify(load(recipe, overrides).config)
     if as_json:
         # Strict JSON: a distance that is not a number or infinite is null.
         typer.echo(msgspec.json.format(msgspec.json.encode(certificate.as_json()), indent=2))

@@ -53,6 +53,10 @@ async def _check(loaded: Loaded, tasks: int) -> int:
     console = Console()
     problems: list[TandemError] = []
     warned = 0
+
+    def tell(state: str, style: str, what: str, text: str) -> None:
+        console.print(Text.assemble((f"{state:8} ", style), f"{what:13} {text}"))
+
     with graders_log() as check.log:
         for what, ask in check.questions().items():
             try:
@@ -60,13 +64,13 @@ async def _check(loaded: Loaded, tasks: int) -> int:
                     text = await pending if inspect.isawaitable(pending := ask()) else pending
             except TandemError as error:
                 problems.append(error)
-                console.print(_row("problem", "bold red", what, str(error)))
+                tell("problem", "bold red", what, str(error))
             else:
                 state = ("skipped", "yellow") if text is None else ("ok", "green")
-                console.print(_row(*state, what, text or "what it needs is missing, see above"))
+                tell(*state, what, text or "what it needs is missing, see above")
             warned += len(check.warnings)
             while check.warnings:
-                console.print(_row("warning", "yellow", what, check.warnings.pop(0)))
+                tell("warning", "yellow", what, check.warnings.pop(0))
     if check.plan:
         typer.echo(f"\nmemory:\n{check.plan}\n")
     if problems:
@@ -74,10 +78,6 @@ async def _check(loaded: Loaded, tasks: int) -> int:
         return problems[0].exit_code
     console.print(f"ok, with {warned} warning{'s' * (warned > 1)}" if warned else "ok", style="green")
     return 0
-
-
-def _row(state: str, style: str, what: str, text: str) -> Text:
-    return Text.assemble((f"{state:8} ", style), f"{what:13} {text}")
 
 
 class _RecipeCheck:
@@ -178,7 +178,8 @@ class _RecipeCheck:
         require_right(name, graded)
         label = f"{name}: " if len(self._config.sources) > 1 else ""
         self.warnings += [label + warning for warning in warnings_of(source.rewards, graded)]
-        return graded_text(graders, graded)
+        known = sum(replies.right is not None for replies in graded)
+        return f"{known} graded, each beside a wrong answer" if known else "no gold reply is known"
 
     def _model_config(self) -> str:
         """Configuration of the model; weights are not read.
@@ -294,17 +295,6 @@ def require_right(name: str, graded: Sequence[GradedReplies]) -> None:
         raise RewardError(f"{len(failures)} answers of {name}: {each}; mend the reward, or the environment's check()")
 
 
-def graded_text(graders: Graders, graded: Sequence[GradedReplies]) -> str:
-    """Each reward's mean over gold replies, if the environment knows any, and over wrong ones."""
-    known = [replies for replies in graded if replies.right]
-    each = "; ".join(
-        f"{name} {_mean(name, (replies.right for replies in known))} right, "
-        f"{_mean(name, (replies.wrong for replies in known or graded))} wrong"
-        for name in graders.full_marks
-    )
-    return f"{len(known)} graded, each beside a wrong answer: {each}" if known else f"no gold reply is known: {each}"
-
-
 def warnings_of(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplies]) -> Iterator[str]:
     """Warnings: likely mistakes that need not be any."""
     known = [(replies.right, replies.wrong) for replies in graded if replies.right]
@@ -321,8 +311,3 @@ def warnings_of(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplie
 
 def _values(name: str, rollouts: Iterable[Rollout | None]) -> list[float]:
     return [rollout.rewards[name] for rollout in rollouts if rollout and name in rollout.rewards]
-
-
-def _mean(name: str, rollouts: Iterable[Rollout | None]) -> str:
-    values = _values(name, rollouts)
-    return f"{sum(values) / len(values):.3g}" if values else "nothing"

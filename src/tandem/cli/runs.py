@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -38,9 +37,9 @@ def print_runs(folder: Path) -> None:
 
 
 def print_recipes() -> None:
-    """Print the recipes that ship, the smallest model first."""
+    """Print the recipes that ship."""
     console = Console(highlight=False)
-    for name, path in sorted(clone.recipes().items(), key=lambda recipe: _size(recipe[1])):
+    for name, path in clone.recipes().items():
         text = path.read_text(encoding="utf-8")
         comment = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
         card = next((line.removeprefix("Card: ") for line in comment if line.startswith("Card: ")), "")
@@ -48,12 +47,6 @@ def print_recipes() -> None:
         about = shorten(" ".join(comment).partition(". ")[0], 76, placeholder=" …")
         console.print(Text.assemble((f"{name:13}", "bold"), f"{model}  {card}\n", (f"  {about}", "dim")))
     console.print("tandem train NAME trains one; tandem new recipe MINE NAME copies one to be edited")
-
-
-def _size(recipe: Path) -> float:
-    """Parameters of its model by the model's name, in billions; SmolLM2's 135 million where that has none."""
-    match = re.search(r"^model: .*?([\d.]+)B", recipe.read_text(encoding="utf-8"), re.MULTILINE)
-    return float(match[1]) if match else 0.135
 
 
 def _row(name: str, of: Summary) -> Sequence[str]:

@@ -22,9 +22,10 @@ from tandem.api.comparison import ComparedRuns
 from tandem.cli import why
 from tandem.errors import ConfigError
 from tandem.observability import json_lines
+from tandem.observability.report import folder as folders
 from tandem.observability.report import page, samples
 from tandem.observability.report.diagnosis import diagnosis
-from tandem.observability.report.folder import FollowedRun, Row, RunFolder
+from tandem.observability.report.folder import Row, RunFolder
 from tandem.observability.report.summary import episodes, evaluations, summarise
 from tandem.types import Json
 
@@ -32,8 +33,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 SOME = 200
 """Steps of a run that are read for the list of runs and for comparisons."""
-WHOLE = 4
-"""Runs all of whose steps are held in memory: those looked at last."""
 COMPARED = ("reward", "accuracy", "length", "entropy", "kl_behavior", "grad_norm", "seconds/step", "tokens_per_second")
 """Metrics drawn of compared runs."""
 LOOPBACK = ("127.", "localhost", "::1")
@@ -42,12 +41,10 @@ KEY = "TANDEM_WATCH_KEY"
 
 
 class RunsPage:
-    """The page and its data; what was read of a run stays read."""
+    """The page and its data."""
 
     def __init__(self, folder: Path, key: str = "") -> None:
         self._folder, self._key = folder, key
-        self._some: dict[str, FollowedRun] = {}
-        self._whole: dict[str, FollowedRun] = {}
         self._reading = asyncio.Lock()
 
     def application(self) -> web.Application:
@@ -88,23 +85,24 @@ class RunsPage:
     def _names(self) -> list[str]:
         return [recipe.parent.name for recipe in self._folder.glob("*/config.yaml")]
 
-    def _follow(self, name: str, kept: dict[str, FollowedRun], most: int | None) -> FollowedRun:
-        if name not in kept:
-            if name not in self._names():
-                raise web.HTTPNotFound(text=f"there is no run {name} in {self._folder}")
-            kept[name] = FollowedRun(self._folder / name, most)
-        kept[name] = kept.pop(name)  # the last one looked at
-        return kept[name]
+    def _path(self, name: str) -> Path:
+        if name not in self._names():
+            raise web.HTTPNotFound(text=f"there is no run {name} in {self._folder}")
+        return self._folder / name
 
-    def _followed(self, request: web.Request) -> FollowedRun:
-        follower = self._follow(request.query["name"], self._whole, None)
-        for name in list(self._whole)[:-WHOLE]:
-            del self._whole[name]
-        return follower
+    def _some(self, name: str) -> RunFolder:
+        """A run of which not every step is read."""
+        path = self._path(name)
+        return _read_some(path, folders.state(path))
+
+    def _whole(self, request: web.Request) -> RunFolder:
+        """The run that is asked for, all of it."""
+        path = self._path(request.query["name"])
+        return _read_whole(path, folders.state(path))
 
     def _runs(self, _: web.Request) -> Row:
         """All runs, the newest first."""
-        cards = [card(self._follow(name, self._some, SOME).look()) for name in self._names()]
+        cards = [card(self._some(name)) for name in self._names()]
         return {
             "folder": str(self._folder),
             "runs": sorted(cards, key=lambda card: (card["summary"]["started"] or 0.0, card["name"]), reverse=True),
@@ -112,13 +110,13 @@ class RunsPage:
 
     def _run(self, request: web.Request) -> Row:
         """What a run does now, and the state of the files that each part is read from."""
-        follower = self._followed(request)
-        run, state = follower.look(), follower.state()
+        run = self._whole(request)
+        marks = dict(zip(folders.FILES, folders.state(run.path), strict=False))
         now = why.read(run.path, now=time.time(), events=run.events)
         return {
             "name": run.name,
-            "diagnosis": diagnosed(run),
-            "marks": {part: [state[file] for file in files] for part, (files, _) in page.PARTS.items()},
+            "diagnosis": diagnosis(run, summarise(run)),
+            "marks": {part: [marks[file] for file in files] for part, (files, _) in page.PARTS.items()},
             "now": {
                 "state": now.state,
                 "headline": now.headline.removeprefix(f"{run.path}: "),
@@ -130,7 +128,7 @@ class RunsPage:
         }
 
     def _part(self, request: web.Request) -> Row:
-        run, part = self._followed(request).look(), request.query["part"]
+        run, part = self._whole(request), request.query["part"]
         if part == "rollouts":  # each step's are asked for by themselves
             return {
                 "rollouts": {"total": len(run.rollout_steps), "steps": [{"step": step} for step in run.rollout_steps]}
@@ -138,10 +136,10 @@ class RunsPage:
         return page.PARTS[part][1](run)
 
     def _step(self, request: web.Request) -> Row:
-        return samples.of_step(self._followed(request).look(), int(request.query["step"]))
+        return samples.of_step(self._whole(request), int(request.query["step"]))
 
     def _compare(self, request: web.Request) -> Row:
-        runs = [self._follow(name, self._some, SOME).look() for name in request.query.getall("compare")]
+        runs = [self._some(name) for name in request.query.getall("compare")]
         compared, wanted = ComparedRuns(tuple(runs)), (*COMPARED, *request.query.getall("metric", ()))
         return {
             "runs": [
@@ -158,10 +156,14 @@ class RunsPage:
         }
 
 
-@lru_cache(maxsize=2 * WHOLE)
-def diagnosed(run: RunFolder) -> str:
-    """A run's diagnosis."""
-    return diagnosis(run, summarise(run))
+@lru_cache(maxsize=256)
+def _read_some(path: Path, state: folders.State) -> RunFolder:
+    return folders.load(path, SOME)
+
+
+@lru_cache(maxsize=2)
+def _read_whole(path: Path, state: folders.State) -> RunFolder:
+    return folders.load(path)
 
 
 @lru_cache(maxsize=256)

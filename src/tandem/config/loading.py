@@ -378,10 +378,6 @@ class Loaded:
 
     config: RunConfig
     """The run it describes."""
-    source: Path
-    """The file."""
-    places: Mapping[str, str]
-    """Where each option that was set is written, by dotted path."""
     options: Json
     """What was set, overrides included, as plain data."""
     notes: tuple[str, ...] = ()
@@ -441,8 +437,7 @@ def _build(
 ) -> Loaded:
     """Overrides laid over a tree, and the whole of it built."""
     override.apply(tree, RunConfig, overrides, problems)
-    builder = Builder(problems)
-    config = builder.dataclass(RunConfig, tree, "")
+    config = Builder(problems).dataclass(RunConfig, tree, "")
     problems.raise_if_any(str(source))
     assert isinstance(config, RunConfig)
     options = plain(tree)
@@ -450,7 +445,7 @@ def _build(
         notes = (*notes, "dtype: auto is float32 here, for this processor has no instructions for bfloat16")
     if config.matmul == "fp8":
         notes = (*notes, FP8)
-    return Loaded(config=config, source=source, places=builder.places, options=options, notes=notes)
+    return Loaded(config=config, options=options, notes=notes)
 
 
 def _read(source: Path) -> str:

@@ -1,86 +1,18 @@
-"""State of the terminal's display: plain numbers, drawn by Rich or written as lines."""
+"""What a terminal shows of a run, in lines."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
-import threading
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 
-from tandem.observability import json_lines
-from tandem.observability.loggers.base import RunInfo, kind, parts
+from tandem.observability.loggers.base import kind, parts
 from tandem.printable import printable
 from tandem.types import Json
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PERCENT = {"accuracy", "rollouts/truncated", "clip_fraction"}
-
-
-ROWS = (
-    ("reward", "reward", ""),
-    ("accuracy", "accuracy", ""),
-    ("length", "length", "tokens"),
-    ("lag", "lag", "steps"),
-    ("tokens_per_second", "speed", "tokens/s"),
-    ("entropy", "entropy", "nats"),
-    ("kl_reference", "kl", "nats"),
-    ("kl_behavior", "mismatch", "nats"),
-    ("grad_norm", "grad_norm", ""),
-    ("seconds/step", "step", "s"),
-    ("alarms", "alarms", "open"),
-)
-"""The board's table: metric, label and unit."""
-
-
-class RunBoard:
-    """The state of a run as a terminal shows it. Written by the trainer's thread, read by the display's."""
-
-    def __init__(self, info: RunInfo) -> None:
-        """Start from what the run folder already holds, so that a resumed run shows its past."""
-        self.info = info
-        self.step = info.resumed_step
-        self.scalars: dict[str, float] = {}
-        self.evaluations = list(json_lines.read(info.folder / "eval.jsonl"))
-        self.closed = False
-        self.begun = time.monotonic()
-        self.lock = threading.Lock()
-        self._history: dict[str, list[float]] = {metric: [] for metric, _, _ in ROWS}
-        self._ends: deque[float] = deque(maxlen=21)
-        for line in json_lines.read(info.folder / "metrics.jsonl"):
-            self._remember({name: value for name, value in line["metrics"].items() if value is not None})
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take in the numbers of a step."""
-        with self.lock:
-            self.step = step
-            self._ends.append(time.monotonic())
-            self._remember(scalars)
-
-    def evaluation(self, step: int, record: Mapping[str, Json]) -> None:
-        """Take in an evaluation."""
-        with self.lock:
-            self.evaluations.append({**record, "step": step})
-
-    def history(self, metric: str) -> list[float]:
-        """Values of a shown metric, oldest first."""
-        return self._history.get(metric, [])
-
-    def seconds_left(self) -> float | None:
-        """Estimate from the recent steps, and how long the one under way has lasted; None before there are two."""
-        gaps = [b - a for a, b in itertools.pairwise(self._ends)]
-        if not gaps:
-            return None
-        gone, steps = time.monotonic() - self._ends[-1], self.info.steps - self.step
-        return max(statistics.fmean(gaps) * steps - gone, 0.0)
-
-    def _remember(self, scalars: Mapping[str, float]) -> None:
-        self.scalars = dict(scalars)
-        for name, values in self._history.items():
-            if name in scalars and math.isfinite(scalars[name]):
-                values.append(scalars[name])
 
 
 def settings(config: Mapping[str, Json]) -> list[str]:
@@ -173,14 +105,13 @@ def largest_pass(record: Mapping[str, Json]) -> tuple[str, float] | None:
     return None if k is None or int(k) < 2 else (str(k), float(table[k]))
 
 
-def step_line(board: RunBoard) -> str:
-    """One step in one line."""
-    metrics, steps = board.scalars, board.info.steps
+def step_line(step: int, steps: int, metrics: Mapping[str, float], left: float | None) -> str:
+    """One step of so many in one line, with the seconds left if they are known."""
 
     def shown(*labels: tuple[str, str], zeros: bool = True) -> list[str]:
         return [f"{label} {number(metrics[m], m)}" for label, m in labels if m in metrics and (zeros or metrics[m])]
 
-    parts = [f"{board.step:>{len(str(steps))}}/{steps}"]
+    parts = [f"{step:>{len(str(steps))}}/{steps}"]
     parts += shown(("loss", "loss"), ("tokens", "tokens/trained")) if "demonstrations" in metrics else []
     parts += shown(("reward", "reward"), ("acc", "accuracy"), ("len", "length"))
     parts += shown(("cut", "rollouts/truncated"), ("lag", "lag"), zeros=False)
@@ -189,14 +120,14 @@ def step_line(board: RunBoard) -> str:
     parts += shown(("kl", "kl_reference"), ("mismatch", "kl_behavior"), ("grad", "grad_norm"))
     units = (("tokens_per_second", "tok/s"), ("seconds/step", "s"))
     parts += [f"{number(metrics[metric])} {unit}" for metric, unit in units if metric in metrics]
-    if (left := board.seconds_left()) is not None:
+    if left is not None:
         parts.append(f"{duration(left)} left")
     return "  ".join(parts).replace(" %", "%")
 
 
-def evaluation_line(board: RunBoard) -> str:
+def evaluation_line(evaluations: Sequence[Mapping[str, Json]]) -> str:
     """The latest evaluation in one line, compared with the first."""
-    last, first = board.evaluations[-1], board.evaluations[0]
+    last, first = evaluations[-1], evaluations[0]
     text = f"evaluation at step {last['step']}: {percent_with_interval(last)}"
     if k := largest_pass(last):
         text += f", pass@{k[0]} {100 * k[1]:.1f} %"
@@ -260,8 +191,6 @@ def dropped_lines(fields: Mapping[str, Json]) -> list[str]:
     count = fields["dropped"]
     head = f"step {fields['step']}: {count} group{'s' * (count > 1)} dropped so far: {reasons}{more}"
     head = f"WARNING {head}" if fields["warning"] else head
-    if "example" not in fields:
-        return [head]
     out = [head, "  there is nothing to learn from a group without different rewards: others are sampled for them"]
     if "change" in fields:
         out += [f"  change: {_clean(fields['change'])}", "  more of them: dropped.jsonl in the run's folder"]

@@ -29,8 +29,8 @@ ZERO, FAILED, STALE = "every reward 0", "failed", "stale"
 class DroppedGroups:
     """Log of dropped groups: a few lines a run, however many there are.
 
-    At the first of a run, at a batch's worth for one step, at five (a warning), at ten, and whenever that has doubled,
-    unless a step before had as many of the same kind: each step's own line has their number.
+    At the first of a run, and once for each kind at five batches' worth for one step (a warning); each step's own line
+    has their number.
     """
 
     telemetry: Telemetry
@@ -43,8 +43,8 @@ class DroppedGroups:
     """Most tokens of an answer."""
     _step: int = -1
     _why: Counter[str] = field(default_factory=Counter)
-    _most: Counter[str] = field(default_factory=Counter)
-    """By their commonest kind, the most that were told."""
+    _told: set[str] = field(default_factory=set)
+    """Commonest kinds that were warned of; the empty one: a first group was told."""
     _last: deque[tuple[str, Group]] = field(default_factory=lambda: deque(maxlen=LOOKED_AT))
 
     def __call__(self, reason: str, group: Group) -> None:
@@ -62,25 +62,19 @@ class DroppedGroups:
         count = self._why.total()
         if count <= KEPT and group.rollouts:
             self.telemetry.dropped(_record(step, reason, reason_text, group))
-        commonest = self._why.most_common(1)[0][0]
-        if group.rollouts and (not self._most or (self._due(count) and count > self._most[commonest])):
-            self._say(step, count, group)
-            self._most[commonest] = count
+        warns = count == WARN * self.groups_per_step
+        kind = self._why.most_common(1)[0][0] if warns else ""
+        if group.rollouts and (warns or count == 1) and kind not in self._told:
+            self._say(step, group, warns)
+            self._told.add(kind)
 
-    def _due(self, count: int) -> bool:
-        """Whether so many, dropped for one step, are worth another word."""
-        batches, rest = divmod(count, self.groups_per_step)
-        warnings, between = divmod(batches, WARN)
-        return not rest and (batches == 1 or (not between and warnings.bit_count() == 1))
-
-    def _say(self, step: int, count: int, group: Group) -> None:
-        warns = count >= WARN * self.groups_per_step
-        fields: dict[str, Json] = {"step": step, "dropped": count, "why": dict(self._why), "warning": warns}
+    def _say(self, step: int, group: Group, warns: bool) -> None:
+        count, why = self._why.total(), dict(self._why)
+        fields: dict[str, Json] = {"step": step, "dropped": count, "why": why, "warning": warns}
+        fields["example"] = shown(_example(group))
         if warns:
-            fields |= {"example": shown(_example(group)), "change": change(self._last, self.max_tokens)}
-        elif not self._most:
-            fields["example"] = shown(_example(group))
-        log.info("step %d: %d groups dropped so far: %s", step, count, dict(self._why))
+            fields["change"] = change(self._last, self.max_tokens)
+        log.info("step %d: %d groups dropped so far: %s", step, count, why)
         self.telemetry.event("groups_dropped", **fields)
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import Self
 
 from tandem.errors import ConfigError, TandemError
 from tandem.metrics import Metrics, flatten, merge
 from tandem.observability import json_lines, waits
 from tandem.observability.alarms import AlarmWatch
+from tandem.observability.json_lines import JsonLinesFile
 from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
-from tandem.observability.loggers.jsonl import Jsonl
 from tandem.observability.trl_names import with_trl_names
 from tandem.types import Json
 
@@ -21,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Called with the number of a step, from 1, and its metrics by name."""
+
+
+REWOUND = ("metrics.jsonl", "eval.jsonl", "dropped.jsonl")
+"""Files whose rows of later steps are dropped when a run goes on: that future did not happen."""
 
 
 class Telemetry:
@@ -55,8 +60,8 @@ class Telemetry:
         self._on_step = on_step
         self._alarms = alarms
         self._info = info
-        self._loggers = [logger for logger in loggers if not isinstance(logger, Jsonl)]
-        self._folder_writer: Writer | None = None
+        self._loggers = loggers
+        self._files: dict[str, JsonLinesFile] = {}
         self._writers: dict[str, Writer] = {}
         self._lost: set[str] = set()
         self._evaluated: set[int] = set()
@@ -72,16 +77,18 @@ class Telemetry:
             OSError: the run folder cannot be written.
         """
         self._drop_later_rollouts()
-        json_lines.rewind(self._info.folder / "dropped.jsonl", self._info.resumed_step)
+        folder = self._info.folder
         with ExitStack() as undo:
-            with waits.blocking("trainer", "its files to open", on=f"the disk of {self._info.folder}"):
-                self._folder_writer = Jsonl().open(self._info)
-            undo.callback(self._folder_writer.close)
-            rows = list(json_lines.read(self._info.folder / "eval.jsonl"))
-            self._evaluated = {row["step"] for row in rows}
+            with waits.blocking("trainer", "its files to open", on=f"the disk of {folder}"):
+                folder.mkdir(parents=True, exist_ok=True)
+                for name in REWOUND:
+                    json_lines.rewind(folder / name, self._info.resumed_step)
+                for name in (*REWOUND, "events.jsonl"):
+                    self._files[name] = JsonLinesFile(folder / name)
+                    undo.callback(self._files[name].close)
+            self._evaluated = {row["step"] for row in json_lines.read(folder / "eval.jsonl")}
             if self._alarms is not None:
-                seen = [{"step": row["step"], "scalars": evaluation_scalars(row)} for row in rows]
-                self._alarms.replay(json_lines.read(self._info.folder / "metrics.jsonl"), seen)
+                self._alarms.replay(json_lines.read(folder / "metrics.jsonl"))
             for logger in self._loggers:
                 name = _name(logger, taken=self._writers)
                 with waits.blocking("trainer", "it to open", on=f"logger {name}"):
@@ -98,9 +105,9 @@ class Telemetry:
         with self._lock:
             self._to_loggers(lambda writer: writer.close())
             self._writers.clear()
-            if self._folder_writer is not None:
-                self._folder_writer.close()
-                self._folder_writer = None
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
 
     def emit(self, step: int, parts: Iterable[Metrics]) -> dict[str, float]:
         """Merge what the parts of a step report and write it everywhere. Once per step.
@@ -123,7 +130,7 @@ class Telemetry:
             self._step = step
             notices = self._alarms.step(step, scalars) if self._alarms else []
             scalars |= self._alarms.scalars() if self._alarms else {}
-            self._to_folder("metrics.jsonl", lambda writer: writer.write(step, scalars))
+            self._append("metrics.jsonl", {"step": step, "time": time.time(), "metrics": scalars})
             named = with_trl_names(scalars) if self._info.config.get("metric_names") == "trl" else scalars
             self._to_loggers(lambda writer: writer.write(step, named))
             for notice in notices:
@@ -142,7 +149,7 @@ class Telemetry:
             fields: what else is known; not ``time`` or ``event``.
         """
         with self._lock:
-            self._to_folder("events.jsonl", lambda writer: writer.event(name, fields))
+            self._append("events.jsonl", {"time": time.time(), "event": name, **fields})
             self._to_loggers(lambda writer: writer.event(name, fields))
 
     def rollouts(self, step: int, records: Iterable[Mapping[str, Json]]) -> None:
@@ -152,7 +159,7 @@ class Telemetry:
         """
         path = self._info.folder / "rollouts" / f"{step:06d}.jsonl"
 
-        def write(_: Writer) -> None:
+        def write() -> None:
             path.parent.mkdir(exist_ok=True)
             json_lines.replace(path, records)
 
@@ -160,12 +167,7 @@ class Telemetry:
 
     def dropped(self, record: Mapping[str, Json]) -> None:
         """Append a group that is not trained on to dropped.jsonl; the record has the ``step`` it was sampled for."""
-
-        def write(_: Writer) -> None:
-            with closing(json_lines.JsonLinesFile(self._info.folder / "dropped.jsonl")) as lines:
-                lines.append(record)
-
-        self._to_folder("dropped.jsonl", write)
+        self._append("dropped.jsonl", record)
 
     def evaluation(self, record: Mapping[str, Json]) -> None:
         """Append an evaluation to eval.jsonl and give its numbers to the loggers under ``eval/``.
@@ -179,22 +181,23 @@ class Telemetry:
         scalars = evaluation_scalars(record)
         with self._lock:
             self._evaluated.add(step)
-            if self._alarms is not None:
-                self._alarms.evaluation(step, scalars)
-            self._to_folder("eval.jsonl", lambda writer: writer.evaluation(step, record, scalars))
+            self._append("eval.jsonl", {"step": step, "time": time.time(), **record})
             self._to_loggers(lambda writer: writer.evaluation(step, record, scalars))
 
     def evaluated(self, step: int) -> bool:
         """True if the folder already holds an evaluation at this step, perhaps from before a resume."""
         return step in self._evaluated
 
-    def _to_folder(self, what: str, call: Callable[[Writer], None]) -> None:
+    def _append(self, name: str, row: Mapping[str, Json]) -> None:
+        self._to_folder(name, lambda: self._files[name].append(row))
+
+    def _to_folder(self, what: str, write: Callable[[], None]) -> None:
         """Write to the run folder; a failure is an error in the log, and the next write is tried again."""
-        if self._folder_writer is None:
+        if not self._files:
             raise RuntimeError("Telemetry is used outside its with block")
         try:
             with waits.blocking("trainer", f"{what} to be written", on=f"the disk of {self._info.folder}"):
-                call(self._folder_writer)
+                write()
         except OSError as error:
             if what not in self._lost:
                 text = "%s in %s cannot be written (%s); training goes on; free disk space or repair the folder"
@@ -224,7 +227,7 @@ class Telemetry:
     def _on_wait(self, wait: waits.Wait, state: waits.State) -> None:
         with self._lock:
             # Another thread's wait may end while this closes.
-            if self._folder_writer is not None:
+            if self._files:
                 fields = {"owner": wait.owner, "reason": wait.reason, "on": wait.on, "deadline": wait.deadline}
                 self.event("wait", **fields, seconds=round(wait.seconds, 3), state=state)
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 import logging
 import mmap
 import numbers
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
-from tandem.observability import waits
 from tandem.types import Json
 
 logger = logging.getLogger(__name__)
@@ -70,9 +66,13 @@ def read(path: Path) -> Iterator[dict[str, Json]]:
 
     A torn last line (a killed writer) is skipped. So is whatever else is not a row of such a file, with one warning.
     """
-    faults: list[str] = []
-    yield from _read(path, faults)
-    _warn(path, faults)
+    if not path.exists():
+        return
+    try:
+        with path.open("rb") as file:
+            yield from _decoded(path, file)
+    except OSError as error:
+        logger.warning("%s cannot be read (%s)", path, error.strerror)
 
 
 def sample(path: Path, most: int, recent: int = 0) -> list[dict[str, Json]]:
@@ -82,73 +82,17 @@ def sample(path: Path, most: int, recent: int = 0) -> list[dict[str, Json]]:
     """
     if not path.exists() or path.stat().st_size < SMALL:
         return list(read(path))
-    faults: list[str] = []
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         end = start = data.rfind(b"\n") + 1
         starts = {data.rfind(b"\n", 0, (end - 1) * i // (most - 1)) + 1 for i in range(most)}
         for _ in range(recent):
             start = data.rfind(b"\n", 0, max(0, start - 1)) + 1
             starts.add(start)
-        rows = list(_decoded(path, (data[at : data.find(b"\n", at) + 1] for at in sorted(starts)), faults))
-    _warn(path, faults)
-    return rows
+        return list(_decoded(path, (data[at : data.find(b"\n", at) + 1] for at in sorted(starts))))
 
 
-_ANY = re.compile(b"")
-
-
-class Tail:
-    """A file of rows that grows: a look reads on from where the last one ended."""
-
-    def __init__(self, path: Path, pattern: re.Pattern[bytes] = _ANY) -> None:
-        """Follow a file; lines without the pattern are skipped."""
-        self._path, self._pattern = path, pattern
-        self._rows: list[dict[str, Json]] = []
-        self._file, self._end = -1, 0
-
-    def look(self) -> list[dict[str, Json]]:
-        """All whole rows so far, anew where another file has taken the place of the last one."""
-        faults: list[str] = []
-        try:
-            with self._path.open("rb") as file:
-                state = os.fstat(file.fileno())
-                if state.st_ino != self._file or state.st_size < self._end:
-                    self._rows, self._file, self._end = [], state.st_ino, 0
-                file.seek(self._end)
-                text = file.read()
-            text = text[: text.rfind(b"\n") + 1]
-            self._end += len(text)
-            self._rows += _decoded(self._path, filter(self._pattern.search, io.BytesIO(text)), faults)
-        except FileNotFoundError:
-            pass  # nothing was written yet
-        except OSError as error:
-            faults.append(_unread(error))
-        _warn(self._path, faults)
-        return self._rows
-
-
-def _unread(error: OSError) -> str:
-    return f"it cannot be read ({error.strerror})"
-
-
-def _warn(path: Path, faults: Sequence[str]) -> None:
-    if faults:
-        more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
-        logger.warning("%s is damaged: %s%s; that is skipped", path, faults[0], more)
-
-
-def _read(path: Path, faults: list[str]) -> Iterator[dict[str, Json]]:
-    """Rows that are whole; what is wrong with the rest is added to ``faults``."""
-    if not path.exists():
-        return
-    try:
-        with path.open("rb") as file:
-            yield from _decoded(path, file, faults)
-    except OSError as error:
-        faults.append(_unread(error))
-
-
-def _decoded(path: Path, lines: Iterable[bytes], faults: list[str]) -> Iterator[dict[str, Json]]:
+def _decoded(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Json]]:
+    faults: list[str] = []
     shape = _SHAPES.get(path.name, dict[str, Any])
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -164,32 +108,9 @@ def _decoded(path: Path, lines: Iterable[bytes], faults: list[str]) -> Iterator[
                 faults.append(f"line {number} is no row of it ({error})")
             continue
         yield row
-
-
-def mend(path: Path) -> str:
-    """Rename a damaged file, or what lies in its place, and keep its whole rows; what was done, empty if nothing was.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
-    faults: list[str] = []
-    with waits.blocking("trainer", f"{path.name} to be read", on=f"the disk of {path.parent}"):
-        rows = list(_read(path, faults))
-    if not faults:
-        return ""
-    aside = set_aside(path)
-    replace(path, rows)
-    return f"{path} was damaged ({faults[0]}): it is {aside.name} now, and its {len(rows)} whole rows are kept"
-
-
-def set_aside(path: Path) -> Path:
-    """Rename what lies at a path; where it lies now.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
-    names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
-    return path.rename(next(name for name in names if not name.exists()))
+    if faults:
+        more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
+        logger.warning("%s is damaged: %s%s; that is skipped", path, faults[0], more)
 
 
 def replace(path: Path, rows: Iterable[Mapping[str, Json]], *, durable: bool = False) -> None:

@@ -78,12 +78,10 @@ class Window:
 
 
 class MetricsHistory:
-    """The first and the latest steps of a run, and every evaluation."""
+    """The first and the latest steps of a run."""
 
     def __init__(self, recipe: RecipeOptions) -> None:
         self.recipe = recipe
-        self.evaluations: list[Row] = []
-        """Step and numbers of each evaluation, by their names under ``eval/``."""
         self._start: list[Row] = []
         self._rows: deque[Row] = deque(maxlen=KEPT)
         self._most: dict[str, float] = {}

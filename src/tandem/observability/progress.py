@@ -6,6 +6,7 @@ Long work calls ``under_way``; displays ask for ``current``, or ``listen`` for e
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING
 from tandem.observability.board import duration
 
 if TYPE_CHECKING:
-    from rich.console import Console as Terminal
     from rich.console import RenderableType
     from rich.table import Table
     from rich.text import Text
@@ -148,7 +148,7 @@ def bar_row(label: Text, bar: RenderableType, times: str) -> Table:
 class ProgressLines:
     """Reports long work in lines: its begin and end where its size is unknown, else how far it is."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
         self._reported: dict[Progress, float] = {}
 
@@ -168,20 +168,10 @@ class ProgressLines:
 
 
 @contextmanager
-def shown(terminal: Terminal | None = None) -> Iterator[None]:
-    """Show everything under way while the block lasts, for commands other than runs; on stderr by default."""
-    from rich.console import Console
-
-    terminal = Console(stderr=True) if terminal is None else terminal
-    if not terminal.is_terminal or terminal.is_dumb_terminal:
-        stop = listen(ProgressLines(lambda line: terminal.out(line, highlight=False)))
-        try:
-            yield
-        finally:
-            stop()
-        return
-    from rich.console import Group
-    from rich.live import Live
-
-    with Live(get_renderable=lambda: Group(*map(bar, current())), console=terminal, transient=True):
+def shown() -> Iterator[None]:
+    """Write lines on everything under way to stderr while the block lasts, for commands other than runs."""
+    stop = listen(ProgressLines(lambda line: sys.stderr.write(f"{line}\n")))
+    try:
         yield
+    finally:
+        stop()

@@ -191,17 +191,17 @@ class Scored:
 
 
 def cost(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
-    """Loss of each sampled token of a sequence."""
-    total, weight = loss(known, sequence, scored), weights(known, sequence, scored)
-    total = torch.where(weight == 0, 0.0, total * weight)
-    return total if known.reference is None else total + penalty(known, sequence, scored)
-
-
-def loss(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
-    """Of the loss alone."""
+    """Loss of each sampled token of a sequence, weighed by corrections, and the penalty of leaving the reference."""
     kind, options = known.loss
-    advantages = torch.tensor(sequence.advantages, dtype=torch.float64)
-    return LOSSES[kind](scored.now, _old(known, sequence, scored), advantages, options)
+    advantages, old = torch.tensor(sequence.advantages, dtype=torch.float64), _old(known, sequence, scored)
+    total, weight = LOSSES[kind](scored.now, old, advantages, options), weights(known, sequence, scored)
+    total = torch.where(weight == 0, 0.0, total * weight)
+    if known.reference is None:
+        return total
+    assert scored.reference is not None
+    options = known.reference[1]
+    penalty = divergence(scored.now - scored.reference, (scored.now - old).exp(), options)
+    return total + float(options["beta"]) * penalty
 
 
 def weights(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
@@ -213,16 +213,6 @@ def weights(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor
         gap = now - sampler if kind == "opsm" or not known.recomputed else scored.first - sampler
         total = total * CORRECTIONS[kind](gap, advantages, options, known.recomputed)
     return total
-
-
-def penalty(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
-    """Of leaving the reference; there is one."""
-    assert known.reference is not None
-    assert scored.reference is not None
-    options = known.reference[1]
-    ratio = (scored.now - _old(known, sequence, scored)).exp()
-    whole: Tensor = options["beta"] * divergence(scored.now - scored.reference, ratio, options)
-    return whole
 
 
 def _sampler_logprobs(sequence: SampledSequence, scored: Scored) -> Tensor:

@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,8 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem import __version__, clone, machine
-from tandem.config.loading import load
-from tandem.engines.base import EngineSpec
 
 DISTRIBUTION = "tandem-rl"
 _LITTLE_DISK = 2e9
@@ -42,22 +40,12 @@ class Diagnosis(NamedTuple):
     """What to do about it."""
 
 
-def doctor(recipe: Path | None = None, overrides: Sequence[str] = ()) -> int:
-    """Print every finding; returns the exit code, 1 if there is a problem.
-
-    Args:
-        recipe: whose engine and runs folder are looked at.
-        overrides: laid over the recipe.
-
-    Raises:
-        ConfigError: the recipe is wrong.
-    """
-    config = load(recipe, overrides).config if recipe else None
-    diagnoses = findings(Path("runs" if config is None else config.runs), config.engine if config else None)
+def doctor() -> int:
+    """Print every finding; returns the exit code, 1 if there is a problem."""
     problems = 0
     table = Table(box=None, show_header=False, pad_edge=False)
     colours = {"ok": "green", "note": "yellow", "problem": "bold red"}
-    for finding in diagnoses:
+    for finding in findings(Path("runs")):
         detail = Text(finding.detail)
         if finding.fix:
             detail.append(f"\n→ {finding.fix}", "bold" if finding.state == "problem" else "")
@@ -69,15 +57,15 @@ def doctor(recipe: Path | None = None, overrides: Sequence[str] = ()) -> int:
     return 1 if problems else 0
 
 
-def findings(folder: Path, engine: EngineSpec | None) -> Iterator[Diagnosis]:
-    """Everything that is looked at, in order; without a recipe there is no engine."""
+def findings(folder: Path) -> Iterator[Diagnosis]:
+    """Everything that is looked at, in order; ``folder`` is that of the runs."""
     yield Diagnosis("ok", "tandem", f"{__version__}, Python {platform.python_version()}")
     yield from _packages()
     yield from _memory()
     free = machine.free_disk(folder)
     fix = "free some: a checkpoint holds weights, float32 masters and two moments (14 bytes a parameter)"
     yield _judged("disk", f"{machine.readable(free)} free for {folder}", fix if free < _LITTLE_DISK else "")
-    yield _engine(engine)
+    yield _vllm()
 
 
 def _judged(what: str, detail: str, fix: str = "") -> Diagnosis:
@@ -126,35 +114,18 @@ def _memory() -> Iterator[Diagnosis]:
     yield Diagnosis("ok", "accelerator", free or "none: the CPU trains")
 
 
-def _engine(engine: EngineSpec | None) -> Diagnosis:
-    """vLLM, where a recipe's engine.python says; without one in this environment, or in the one beside it."""
-    from tandem.engines.vllm.spec import Vllm
-
-    if engine is None and importlib.util.find_spec("vllm") is None and not ENGINE_PYTHON.exists():
+def _vllm() -> Diagnosis:
+    """vLLM, in this environment or in the one beside it, imported by the interpreter that would run it."""
+    here = importlib.util.find_spec("vllm") is not None
+    if not here and not ENGINE_PYTHON.exists():
         fix = "if you want engine: vllm, make it an environment of its own and name its interpreter as engine.python"
         return Diagnosis("note", "vLLM", f"neither in this environment nor in {ENGINE_PYTHON}", fix)
-    if engine is None:
-        python = sys.executable if importlib.util.find_spec("vllm") else str(ENGINE_PYTHON)
-    elif not isinstance(engine, Vllm) or engine.urls:
-        return Diagnosis("ok", "vLLM", "the recipe starts none")
-    else:
-        python = engine.python or sys.executable
-    if "/" in python and not Path(python).exists():
-        fix = "name an interpreter that has vLLM; in Tandem's folder, bash scripts/setup engine makes it"
-        return Diagnosis("problem", "vLLM", f"there is no {python}; relative paths start at {Path.cwd()}", fix)
-    try:
-        return Diagnosis("ok", "vLLM", _vllm(python))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        fix = f"let engine.python name an interpreter that has vLLM, not {python}"
-        return Diagnosis("problem", "vLLM", f"{type(error).__name__}: {error}", fix)
-
-
-def _vllm(python: str) -> str:
-    """Import it in the interpreter that would run it."""
+    python = sys.executable if here else str(ENGINE_PYTHON)
     done = subprocess.run([python, "-c", _IMPORT], capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False)
     if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    return f"{done.stdout.strip().splitlines()[-1]}, by {python}"
+        error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return Diagnosis("problem", "vLLM", error, f"mend what {python} has, or name another as engine.python")
+    return Diagnosis("ok", "vLLM", f"{done.stdout.strip().splitlines()[-1]}, by {python}")
 
 
 def _version(name: str) -> str | None:

@@ -132,13 +132,8 @@ def reporting(folder: Path) -> Iterator[None]:
     Raises:
         TandemError: the run's folder cannot be written.
     """
-    with writable(folder):
-        rows = ("metrics.jsonl", "eval.jsonl", "events.jsonl", "dropped.jsonl")
-        mended = [line for line in (json_lines.mend(folder / name) for name in rows) if line]
-        with logs.to_folder(folder), reported(folder), failing(folder):
-            for line in mended:
-                log.warning("%s", line)
-            yield
+    with writable(folder), logs.to_folder(folder), reported(folder), failing(folder):
+        yield
 
 
 @contextmanager

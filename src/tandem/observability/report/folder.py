@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,8 +19,8 @@ FILES = ("config.yaml", "metrics.jsonl", "events.jsonl", "eval.jsonl", "dropped.
 """What a run writes as it goes, and is read here or by the page."""
 STARTS = ("run_started", "resumed")
 ENDS = {"run_done": "finished", "interrupted": "interrupted", "run_failed": "failed", "stalled": "failed"}
-WEIGHTY = re.compile(rb'"event": ?"(?:%s)"' % "|".join((*STARTS, *ENDS, "alarm", "alarm_over")).encode())
-"""Lines of the events that a run is judged by."""
+WEIGHTY = {*STARTS, *ENDS, "alarm", "alarm_over"}
+"""Events that a run is judged by."""
 RECENT = 20
 """Steps by which a run is judged as it is now."""
 
@@ -61,74 +60,52 @@ class RunFolder:
         return self.path / "rollouts" / f"{step:06d}.jsonl"
 
 
-class FollowedRun:
-    """A run folder that is looked at again and again: what was read of it stays read."""
-
-    def __init__(self, path: Path, most: int | None = None) -> None:
-        """Follow a run folder.
-
-        Args:
-            path: the folder.
-            most: steps and evaluations that are read, evenly chosen, and of events only beginnings, ends and alarms;
-                None: all, and which rollouts there are.
-
-        Raises:
-            TandemError: there is none at this path.
-        """
-        self.path = Path(path).resolve()
-        self._most = most
-        if not any((self.path / name).exists() for name in ("config.yaml", "metrics.jsonl", "events.jsonl")):
-            raise TandemError(f"{self.path} is not a run folder, which has a config.yaml; give one such as runs/NAME")
-        self._metrics, self._evaluations = (
-            json_lines.Tail(self.path / name) for name in ("metrics.jsonl", "eval.jsonl")
-        )
-        self._events = json_lines.Tail(self.path / "events.jsonl", *([] if most is None else [WEIGHTY]))
-        self._seen: tuple[object, RunFolder] | None = None
-
-    def state(self) -> dict[str, str]:
-        """When each file was last written, and its size; they differ if there is something new in it."""
-        paths = {name: self.path / name for name in FILES}
-        return {
-            name: f"{at.st_mtime_ns}-{at.st_size}" if path.exists() and (at := path.stat()) else ""
-            for name, path in paths.items()
-        }
-
-    def look(self) -> RunFolder:
-        """The folder as it is now; the same object where nothing has changed."""
-        state = self.state(), vitals.process(self.path)
-        if self._seen is None or self._seen[0] != state:
-            self._seen = state, self._read(state[1])
-        return self._seen[1]
-
-    def _read(self, process: Literal["", "alive", "gone"]) -> RunFolder:
-        path, config = self.path, self.path / "config.yaml"
-        text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
-        evaluations = {(row.get("env", ""), row["step"]): row for row in self._rows(self._evaluations, "eval.jsonl")}
-        metrics = {row["step"]: row for row in self._rows(self._metrics, "metrics.jsonl")}
-        rollouts = path.glob("rollouts/*.jsonl") if self._most is None else ()
-        return RunFolder(
-            path=path,
-            process=process,
-            config_text=text,
-            config=_values(text),
-            metrics=[metrics[step] for step in sorted(metrics)],
-            events=self._events.look(),
-            evaluations=sorted(evaluations.values(), key=lambda row: row["step"]),
-            rollout_steps=sorted(int(at.stem) for at in rollouts if at.stem.isdecimal() and len(at.stem) >= 6),
-        )
-
-    def _rows(self, tail: json_lines.Tail, name: str) -> list[Row]:
-        rows = tail.look() if self._most is None else json_lines.sample(self.path / name, self._most, RECENT)
-        return [row for row in rows if isinstance(row.get("step"), int)]
+State = tuple[str, ...]
+"""What a run folder's files are like: it differs if there is something new in one of them."""
 
 
-def load(path: Path) -> RunFolder:
+def state(path: Path) -> State:
+    """When each of ``FILES`` was last written, and its size; then the state of the run's process."""
+    files = [path / name for name in FILES]
+    written = [f"{at.st_mtime_ns}-{at.st_size}" if file.exists() and (at := file.stat()) else "" for file in files]
+    return (*written, vitals.process(path))
+
+
+def load(path: Path, most: int | None = None) -> RunFolder:
     """Read a run folder.
+
+    Args:
+        path: the folder.
+        most: steps and evaluations that are read, evenly chosen, and of events only beginnings, ends and alarms;
+            None: all, and which rollouts there are.
 
     Raises:
         TandemError: there is none at this path.
     """
-    return FollowedRun(path).look()
+    path = Path(path).resolve()
+    if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "events.jsonl")):
+        raise TandemError(f"{path} is not a run folder, which has a config.yaml; give one such as runs/NAME")
+    config = path / "config.yaml"
+    text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
+    evaluations = {(row.get("env", ""), row["step"]): row for row in _rows(path / "eval.jsonl", most)}
+    metrics = {row["step"]: row for row in _rows(path / "metrics.jsonl", most)}
+    events = json_lines.read(path / "events.jsonl")
+    rollouts = path.glob("rollouts/*.jsonl") if most is None else ()
+    return RunFolder(
+        path=path,
+        process=vitals.process(path),
+        config_text=text,
+        config=_values(text),
+        metrics=[metrics[step] for step in sorted(metrics)],
+        events=[event for event in events if most is None or event["event"] in WEIGHTY],
+        evaluations=sorted(evaluations.values(), key=lambda row: row["step"]),
+        rollout_steps=sorted(int(at.stem) for at in rollouts if at.stem.isdecimal() and len(at.stem) >= 6),
+    )
+
+
+def _rows(path: Path, most: int | None) -> list[Row]:
+    rows = json_lines.read(path) if most is None else json_lines.sample(path, most, RECENT)
+    return [row for row in rows if isinstance(row.get("step"), int)]
 
 
 @lru_cache(maxsize=256)

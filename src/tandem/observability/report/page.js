@@ -44,7 +44,7 @@ const table = (heads, rows) => el("div", { class: "card table words", tabindex: 
 function alarms() {
   const rows = [...DATA.alarms.filter((a) => a.over === null), ...DATA.alarms.filter((a) => a.over !== null)];
   if (!rows.length) return null;
-  const when = (a) => `step ${a.step}${a.over === null ? ", not over" : ` to ${a.over}`}${a.told > 1 ? `, told ${a.told} times` : ""}`;
+  const when = (a) => `step ${a.step}${a.over === null ? ", not over" : ` to ${a.over}`}`;
   return el("section", { id: "alarms", class: "alarms", "aria-label": "alarms" }, rows.map((a) => el("details", { class: `alarm${a.over === null ? "" : " over"}`, open: a.over === null },
     el("summary", {}, el("b", {}, `Alarm: ${a.alarm.replaceAll("_", " ")}`), " ", el("span", { class: "soft" }, when(a)), el("span", { class: "seen" }, a.seen)),
     el("p", {}, el("b", {}, "Usually: "), a.means), el("p", {}, el("b", {}, "Change: "), a.change))));

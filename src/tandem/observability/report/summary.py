@@ -187,7 +187,7 @@ def _beyond(before: Row | None, after: Row | None) -> bool:
 
 
 def episodes(run: RunFolder) -> list[Row]:
-    """Each with alarm, since, step (first told), told (how often), over (a step, or None), and what was said last.
+    """Each with alarm, since, step (when it was told), over (a step, or None), and what was said.
 
     What followed a step that the run was resumed from did not happen.
     """
@@ -206,8 +206,8 @@ def episodes(run: RunFolder) -> list[Row]:
                 row["over"] = step
         elif name == "alarm":
             if not lasting:
-                lasting = [{"step": step, "told": 0, "over": None}]
+                lasting = [{"step": step, "over": None}]
                 rows += lasting
             texts = {key: event.get(key) for key in ("alarm", "since", "seen", "means", "change", "metrics")}
-            lasting[-1].update(texts, told=lasting[-1]["told"] + 1)
+            lasting[-1].update(texts)
     return rows

@@ -18,16 +18,15 @@ from tandem.model.layers import Checkpointing
 from tandem.model.policy import Compute, Policy
 from tandem.tools.certify.made_up import certified
 from tandem.trainer import live
-from tandem.trainer.pack import Micro, StepBatch
+from tandem.trainer.pack import StepBatch
 from tandem.trainer.step import Step
 from tandem.trainer.work import LocalWork
 
 Gradient = Mapping[str, Tensor]
 """By parameter name."""
 
-MOVES, MOVES_REAL = 0.1, 0.01
-"""Weights move by this share of their own deviation, from the model as loaded to the step, and at each update. A real
-model moves less: it must stay what it is."""
+MOVES = 0.1
+"""Weights move by this share of their own deviation, from the model as loaded to the step, and at each update."""
 LEAST = 0.02
 """How far weights that are all alike move."""
 
@@ -77,16 +76,15 @@ class Recorder:
 
 
 class CertifiedPolicy:
-    """A policy under a certificate; ``real``: the recipe's own model, not a tiny one like it."""
+    """A policy under a certificate: a tiny model like the recipe's."""
 
-    def __init__(self, config: RunConfig, *, real: bool):
+    def __init__(self, config: RunConfig):
         self.config = config
-        model, self.exact = certified(config, real=real)
+        model, self.exact = certified(config)
         self.policy = Policy(model, None, name="certified", compute=Compute(torch.get_num_threads()))
         self._parameters = dict(config.trainable.parameters(model))
         self._loaded = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        share = MOVES_REAL if real else MOVES
-        self._moves = {name: share * _deviation(loaded) for name, loaded in self._loaded.items()}
+        self._moves = {name: MOVES * _deviation(loaded) for name, loaded in self._loaded.items()}
         self._changing = live.changing(config, self.policy)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._recorder = Recorder(names, lambda update: self._write(self.placed(update)))
@@ -153,19 +151,6 @@ class CertifiedPolicy:
             return self.gradients(batch)
         finally:
             layers.tune(self.policy.model, compile=False)
-
-    @torch.no_grad()
-    def scored(self, batch: StepBatch) -> list[tuple[Micro, Tensor, Tensor | None]]:
-        """Each micro-batch, and the logprobs that policy and reference give its tokens as the first step begins."""
-        self._begin()
-        scores = []
-        for micro in batch.micro:
-            before_N = None
-            if self.work.reference is not None:
-                with self.work.reference.in_place():
-                    before_N = self.work.logprobs(micro)
-            scores.append((micro, self.work.logprobs(micro), before_N))
-        return scores
 
     def close(self) -> None:
         """End its thread."""
