@@ -48,6 +48,8 @@ def trained(tmp_path: Path) -> Path:
         run / "events.jsonl",
         *({"time": 1.0, "step": n, "event": "published", "digest": f"d{n}", "probe_gap": n / 8} for n in (1, 2)),
     )
+    lines(run / "benchmarks.jsonl", {"task": "gsm8k", "metric": "m", "line": "old"},
+          {"task": "gsm8k", "metric": "m", "line": "gsm8k m: 0.1 → 0.2"})  # fmt: skip
     return run
 
 
@@ -105,6 +107,7 @@ def test_a_card_says_what_it_is_what_it_reached_and_how_to_load_it(trained: Path
         "| 2 | 66.7 % [20–100] | 3 × 1 |",
         "paired: 2 tasks better, 0 worse",
         "- reward: 0.5 `▁█` 1",
+        "- gsm8k m: 0.1 → 0.2",
         "`right` × 1, `brief` × 0.2",
         "Of 2 publishes of weights to the engine 2 were proved",
         "0.25 nats. Digest of the last: `d2`",

@@ -7,12 +7,15 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from tandem.api.comparison import paired
+from tandem.observability import json_lines
 from tandem.observability.board import percent_with_interval, sparkline
 from tandem.observability.loggers.base import kind
 from tandem.observability.report.folder import RunFolder, load
 from tandem.observability.report.summary import column, facts
 from tandem.types import Json
 
+BENCHMARKS = "benchmarks.jsonl"
+"""File of a run's folder with what ``tandem eval RUN --on`` measured."""
 _CURVES = ("reward", "accuracy", "length", "entropy", "kl_behavior")
 _PLACES = 6
 """Most evaluations that are listed; of more, the first and the last."""
@@ -45,6 +48,7 @@ def model_card(run: Path, weights: Path, name: str, *, whole: bool) -> str:
         f"as it was after step {step} of {folder.config.get('steps', step)}. Trained with Tandem, where the trainer "
         "and the inference engine ride one copy of the weights.",
         *_held_out(folder),
+        *_benchmarks(folder),
         *_curves(folder),
         "## Data and rewards",
         f"Prompts: {f'`{Path(data).name if Path(data).is_absolute() else data}`' if data else env}. Rewards: "
@@ -70,6 +74,13 @@ def _held_out(run: RunFolder) -> list[str]:
     gain = f"\n\nLast to first, task by task: {paired(rows[0], rows[-1])}." if len(rows) > 1 else ""
     table = "\n".join(["| step | right | tasks × answers |", "|---|---|---|", *lines])
     return ["## Held out", f"Tasks that were not trained on; 95 % intervals in brackets.\n\n{table}{gain}"]
+
+
+def _benchmarks(run: RunFolder) -> list[str]:
+    """What was measured of it, the last of each metric."""
+    rows = {(row["task"], row["metric"]): row["line"] for row in json_lines.read(run.path / BENCHMARKS)}
+    lines = "\n".join(f"- {line}" for line in rows.values())
+    return ["## Benchmarks", f"By lm-eval, before training → after, ± half a 95 % interval.\n\n{lines}"] if rows else []
 
 
 def _curves(run: RunFolder) -> list[str]:

@@ -226,14 +226,20 @@ def evaluate(
     ],
     overrides: Overrides = None,
     step: Step = None,
+    on: Annotated[
+        str, typer.Option(metavar="TASK,...", help="Benchmarks of lm-eval, such as gsm8k,math500,ifeval,humaneval.")
+    ] = "",
 ) -> None:
-    """Measure mean@k and pass@k on held-out tasks.
+    """Measure mean@k and pass@k on held-out tasks, or on public benchmarks before and after training.
 
-    Of a run's checkpoint, of a recipe's model, or of a model folder (which needs env=...).
+    Of a run's checkpoint, of a recipe's model, or of a model folder (which needs env=... or --on).
     """
-    from tandem.cli.evaluate import evaluate
+    from tandem.cli.evaluate import evaluate, print_benchmarks
 
-    evaluate(target, overrides or [], step)
+    if on:
+        print_benchmarks(target, on.split(","), overrides or [], step)
+    else:
+        evaluate(target, overrides or [], step)
 
 
 @app.command()

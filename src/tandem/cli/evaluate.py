@@ -9,6 +9,7 @@ import typer
 
 from tandem.api.blocking import run_to_end
 from tandem.api.targets import to_evaluate
+from tandem.errors import ConfigError
 from tandem.types import Json
 
 
@@ -31,6 +32,24 @@ def evaluate(target: Path, overrides: Sequence[str], step: int | None) -> None:
         for sample in best_and_worst(record["rollouts"]):
             for line in answer_lines(sample, "an answer"):
                 typer.echo(line)
+
+
+def print_benchmarks(target: Path, names: Sequence[str], overrides: Sequence[str], step: int | None) -> None:
+    """Print a line for each metric of benchmarks, with the interval of what training changed.
+
+    Raises:
+        ConfigError: an override is not evaluate.tasks, or lm-eval cannot measure it.
+    """
+    from tandem.api.benchmarks import benchmark
+
+    limits = dict(override.partition("=")[::2] for override in overrides)
+    if limits.keys() - {"evaluate.tasks"} or not all(value.isdecimal() for value in limits.values()):
+        raise ConfigError("a benchmark has no options but evaluate.tasks=N, which takes its first N samples")
+    limit = int(limits["evaluate.tasks"]) if limits else None
+    scores = benchmark(target, names, step=step, limit=limit)
+    typer.echo(" → ".join(scores[0].models) if scores else "none of them has a number for each sample")
+    for score in scores:
+        typer.echo(f"  {score}")
 
 
 def _lines(what: str, record: Mapping[str, Json]) -> Iterator[str]:
