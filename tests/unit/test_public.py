@@ -127,14 +127,17 @@ def notebooks(cell: Coroutine[Any, Any, Any]) -> None:
 @pytest.mark.slow
 def test_a_run_is_looked_at_talked_to_measured_and_compared(recipe: dict[str, Any]) -> None:
     first = tandem.train(recipe, {"evaluate.tasks": 3, "evaluate.samples": 2})
-    tandem.train(first.recipe, {"name": "b", "optimizer.lr": 0.01})
+    second = tandem.train(first.recipe, {"name": "b", "optimizer.lr": 0.01})
     assert first.rollouts() == first.rollouts(2)
     assert "srcdoc" in first.report()._repr_html_()
+    assert [len(axes.get_lines()) for axes in tandem.compare(first, second).plot("reward", "length").axes] == [2, 2]
     assert isinstance(first.chat("What is 1 + 1?").after, str)
     assert first.eval("countdown", {"evaluate.tasks": 2})["env"] == "countdown"
     compared = tandem.compare(first, "runs/b")
     assert compared.differences == {"optimizer.lr": ("1e-06", "0.01")}
     assert re.search(r"[+-]0\.\d+ \[.*\] paired: \d tasks better, \d worse", str(compared))
+    with pytest.raises(tandem.TandemError, match="'lenght'; did you mean 'length'"):
+        first.plot("lenght")
 
 
 @pytest.mark.parametrize(

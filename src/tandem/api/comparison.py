@@ -7,7 +7,10 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from tandem.config.registry import did_you_mean
+from tandem.errors import TandemError
 from tandem.observability.board import percent_with_interval, sparkline
 from tandem.observability.report import folder as folders
 from tandem.observability.report.folder import Row, RunFolder
@@ -15,6 +18,7 @@ from tandem.observability.report.summary import column, summarise
 from tandem.types import Json
 
 _CURVES = ("reward", "accuracy", "length", "entropy", "kl_behavior", "grad_norm", "seconds/step")
+_PLOTTED = ("reward", "length")
 _WIDTH = 24
 _ANYWHERE = frozenset(("name", "runs"))
 """Options in which any two runs differ."""
@@ -39,6 +43,31 @@ class ComparedRuns:
         names = dict.fromkeys(name for options in recipes for name in options if name not in _ANYWHERE)
         values = {name: tuple(options.get(name, "") for options in recipes) for name in names}
         return {name: each for name, each in values.items() if len(set(each)) > 1}
+
+    def plot(self, *metrics: str) -> Any:
+        """A figure of matplotlib: a panel for each metric, by default reward and length, every run in it.
+
+        Raises:
+            TandemError: no run has such a metric, or matplotlib is missing.
+        """
+        known = sorted({name for run in self.runs for row in run.metrics for name in row["metrics"]})
+        for name in metrics:
+            if name not in known:
+                raise TandemError(f"no step has a metric {name!r}{did_you_mean(name, known)}")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise TandemError(f"curves need matplotlib ({error}): pip install matplotlib") from error
+
+        names = metrics or _PLOTTED
+        figure = Figure(figsize=(5 * len(names), 3.2), layout="constrained")
+        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+            for run in self.runs:
+                rows = [row for row in run.metrics if row["metrics"].get(name) is not None]
+                axes.plot([row["step"] for row in rows], [row["metrics"][name] for row in rows], label=run.name)
+            axes.set(title=name, xlabel="step")
+            axes.legend()
+        return figure
 
     def __repr__(self) -> str:
         summaries = [summarise(run) for run in self.runs]

@@ -147,6 +147,14 @@ class Run:
         """Write the report anew; as the last value of a notebook's cell the page is shown there."""
         return ReportPage(report.build(self.folder))
 
+    def plot(self, *metrics: str) -> Any:
+        """Curves of metrics, by default of the reward and the answers' length, as a figure of matplotlib.
+
+        Raises:
+            TandemError: no step has such a metric.
+        """
+        return comparison.compare(self.folder).plot(*metrics)
+
     def chat(self, message: str | None = None, *, step: int | None = None) -> Replies | None:
         """What the trained model says to a message, and what the model said before training.
 
