@@ -162,7 +162,7 @@ def test_a_comparison_leaves_no_thread_behind() -> None:
         return threads() - before
 
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(work).result() == 0
+        assert thread.submit(work).result() <= 0
 
 
 def test_what_is_wrong_both_ways_is_refused_with_the_figure() -> None:

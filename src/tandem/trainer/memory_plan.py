@@ -183,7 +183,7 @@ class Planner:
         beside = beside and not self.machine.is_host
         return MemoryLine(name=name, bytes=int(size) * times, why=why, when=when, beside=beside)
 
-    def _engines(self, config: RunConfig) -> tuple[int, int]:
+    def engines(self, config: RunConfig) -> tuple[int, int]:
         """How many engines are started on this machine, and how many of them take memory where the weights are.
 
         Those that run already, at urls or left by the run in ``resumed``, have theirs.
@@ -205,7 +205,7 @@ class Planner:
         ours = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
         return started, sum(ours in each.replace(" ", "").split(",") for each in devices)
 
-    def _share(self, config: RunConfig) -> float:
+    def share(self, config: RunConfig) -> float:
         """Share of the accelerator that an engine fills, weights and cache; 0 where these are counted apart."""
         engine: Any = config.engine
         return 0.0 if self.machine.is_host or engine.kv_cache_gb > 0 else float(engine.gpu_memory_utilization)
@@ -214,7 +214,7 @@ class Planner:
         """Processes, and the engines' weights and caches."""
         from tandem.engines.vllm.spec import CPU_CACHE_GB
 
-        (started, near), is_host = self._engines(config), self.machine.is_host
+        (started, near), is_host = self.engines(config), self.machine.is_host
         graders = config.grading.processes(config.groups_per_step * config.group_size) * max(1, len(config.sources))
         programs = LIBRARIES * self.ranks.local + graders * GRADER + started * ENGINE
         why = f"Python and its libraries, graders: {graders}, engines: {started}"
@@ -227,7 +227,7 @@ class Planner:
             return lines
         engine: Any = config.engine
         here = engine.tensor_parallel_size if is_host else 1  # of its workers
-        share, cache = self._share(config), here * int((engine.kv_cache_gb or CPU_CACHE_GB) * 1e9)
+        share, cache = self.share(config), here * int((engine.kv_cache_gb or CPU_CACHE_GB) * 1e9)
         when: When = "sampling" if engine.sleep else "always"
         filled = share * self.machine.total or cache
         what = "of the accelerator for weights and cache" if share else "of keys and values"
@@ -259,8 +259,8 @@ class Planner:
         elif not is_exported:
             lines.append(line("weights", whole, f"{counts.parameters:,} parameters × {width} bytes"))
         else:
-            _, near = self._engines(config)
-            ours = base // workers if near and not self._share(config) else 0  # else part of what the engine holds
+            _, near = self.engines(config)
+            ours = base // workers if near and not self.share(config) else 0  # else part of what the engine holds
             lines.append(line("weights", ours + whole - base, "one copy for trainer and engine, and the adapter"))
             copies = base * (1 + (self.machine.is_host and near > 0))
             why = "the model as it is loaded, before the engine's takes its place"

@@ -16,8 +16,7 @@ from tandem.errors import ConfigError, DoesNotFit, TandemError
 from tandem.machine import readable
 from tandem.model.policy import load_config
 from tandem.trainer import memory_plan
-from tandem.trainer.memory_plan import Engines
-from tandem.trainer.pairs import has_engines_apart, has_slices
+from tandem.trainer.pairs import has_engines_apart, has_engines_beside, has_slices
 from tandem.trainer.rank_counts import RankCounts
 from tandem.trainer.ranks import checks
 from tandem.trainer.ranks.engines import devices_apart, engine_devices, engines_of
@@ -110,15 +109,17 @@ def described(config: RunConfig) -> str:
 def drawn(planner: memory_plan.Planner, config: RunConfig) -> str:
     """Which GPU holds what at the peak of the plan: one line for all that hold the same."""
     machine, local = planner.machine, planner.ranks.local
-    engines, weights = Engines.of(config, machine, planner.resumed, planner.ranks), planner.engine_weights(config)
-    cache = int(engines.share * machine.total) - weights if engines.share else engines.cache
+    (started, near), weights = planner.engines(config), planner.engine_weights(config)
+    share = planner.share(config) if started else 0.0
+    cache = int(share * machine.total) - weights if share else int(1e9 * getattr(config.engine, "kv_cache_gb", 0))
     sampling = {"engine's weights": weights, "keys and values": cache}
     training = {line.name: line.bytes for line in planner.plan(config).at_peak()}
     if filled := training.pop("engine", 0):  # what is filled by share has the weights in it
-        there = engines.near * weights if engines.share else 0
-        training |= {"keys and values": filled - there, "weights" if engines.exported else "engine's weights": there}
+        there = near * weights if share else 0
+        holder = "weights" if has_engines_beside(config) else "engine's weights"
+        training |= {"keys and values": filled - there, holder: there}
     if machine.is_host:
-        processes = [*(f"rank {rank}" for rank in range(local)), *(f"engine {n}" for n in range(engines.started))]
+        processes = [*(f"rank {rank}" for rank in range(local)), *(f"engine {n}" for n in range(started))]
         return f"  {machine.name}  {', '.join(processes)}: {_sizes(training, machine.total)}"
     spec: Any = engines_of(config, planner.ranks.world, local) if planner.ranks.world > 1 else config.engine
     gpus: dict[str, tuple[list[str], dict[str, int]]] = {}
