@@ -200,7 +200,7 @@ def child(name: str) -> None:
     asyncio.run(trained(SMALL, lambda _: None))  # what libraries and kernels take is not the run's
     watch = Card() if torch.cuda.is_available() else Resident()
     config = recipe(case)
-    planner = memory.planner(config, model_config(case["shape"]), accelerator() or host(), prompt_tokens=case["prompt"])
+    planner = memory.Planner(config, model_config(case["shape"]), accelerator() or host(), prompt_tokens=case["prompt"])
     plan = planner.plan(config)
     asyncio.run(trained(case, watch.note))
     planned = {line.name: line.bytes for line in plan.lines if line.when != "sampling" and not line.beside}

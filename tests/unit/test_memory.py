@@ -54,7 +54,7 @@ def vllm(**options: Any) -> Any:
 
 
 def planned(config: RunConfig, model_config: Any, where: Machine = HOST, **how: Any) -> memory.MemoryPlan:
-    return memory.planner(config, model_config, where, HOST, **how).plan(config)
+    return memory.Planner(config, model_config, where, HOST, **how).plan(config)
 
 
 def lines(plan: memory.MemoryPlan) -> dict[str, int]:
@@ -62,9 +62,9 @@ def lines(plan: memory.MemoryPlan) -> dict[str, int]:
 
 
 def test_parameters_of_a_memory_plan_are_counted_once_where_tied(model_config: Any) -> None:
-    counts = memory.planner(recipe(), model_config).modelled.counts
+    counts = memory.Planner(recipe(), model_config).modelled
     assert (counts.parameters, counts.trainable, counts.head) == (PARAMETERS, PARAMETERS, VOCAB * HIDDEN)
-    adapter = memory.planner(recipe(trainable=part("trainable", "lora", rank=3)), model_config).modelled.counts
+    adapter = memory.Planner(recipe(trainable=part("trainable", "lora", rank=3)), model_config).modelled
     trained = 3 * LAYERS * (4 * HIDDEN + 2 * (HIDDEN + KEYS * HIDDEN // HEADS) + 3 * (HIDDEN + FEED))
     assert (adapter.trainable, adapter.parameters, adapter.base) == (trained, PARAMETERS + trained, PARAMETERS)
 
@@ -98,7 +98,7 @@ def test_what_a_meta_pass_keeps_is_what_a_real_one_keeps(tiny_model: Path) -> No
             policy.hidden(torch.zeros_like(positions_T)[None], positions_T[None], plan)
         real = sum(storage.nbytes() for key, storage in saved.items() if key not in weights) / 48
     config = recipe(dtype="float32")
-    counted = memory.planner(config, load_config(str(tiny_model)), HOST).modelled.token_bytes
+    counted = memory.Planner(config, load_config(str(tiny_model)), HOST).modelled.token_bytes
     assert 0.9 * real <= counted <= 1.25 * real
 
 
@@ -240,7 +240,7 @@ def test_a_ranks_card_holds_its_part_of_weights_that_are_cut(model_config: Any) 
 def test_gradients_are_summed_once_a_pass_where_there_is_room_and_several_rounds(model_config: Any) -> None:
     def chosen(free: int, **options: Any) -> str:
         config = recipe(**{"ranks": 2, "sampling": Sampling(max_tokens=400), **options})
-        run = memory.planner(config, model_config, replace(CARD, free=free), HOST)
+        run = memory.Planner(config, model_config, replace(CARD, free=free), HOST)
         return memory.with_gradients(run, config).distributed.gradients
 
     few = {"micro_batch_tokens": 64}
@@ -262,7 +262,7 @@ def test_the_context_is_the_smaller_of_the_models_and_the_recipes(model_config: 
 def test_a_checkpoint_holds_what_is_trained_and_the_optimizers_state(model_config: Any) -> None:
     config = recipe()
     expected = PARAMETERS * 2 + config.optimizer.state_bytes(PARAMETERS, 2)
-    assert memory.planner(config, model_config).checkpoint_bytes(config) == expected
+    assert memory.Planner(config, model_config).checkpoint_bytes(config) == expected
 
 
 # The machine

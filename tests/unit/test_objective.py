@@ -285,11 +285,11 @@ def test_the_memory_plan_counts_what_is_held(tiny_model: Path, trainable: Any) -
     shape = load_config(str(tiny_model))
     plain = {"model": str(tiny_model), "trainable": trainable, "dtype": "float32"}
     own = recipe(**plain, reference={"kind": "average", "every": 3})
-    (line,) = [line for line in memory.planner(own, shape).plan(own).lines if line.name == "reference"]
+    (line,) = [line for line in memory.Planner(own, shape).plan(own).lines if line.name == "reference"]
     model = own.trainable.prepare(load_model(str(tiny_model), dtype=torch.float32, device=torch.device("cpu")))
     assert line.bytes == sum(tensor.nbytes for _, tensor in own.trainable.source(model))
     alone, start = (recipe(**plain, **more) for more in ({}, {"reference": "start"}))
-    planner = memory.planner(alone, shape)
+    planner = memory.Planner(alone, shape)
     assert planner.checkpoint_bytes(own) - planner.checkpoint_bytes(alone) == line.bytes
     assert planner.checkpoint_bytes(start) == planner.checkpoint_bytes(alone)
     assert not [line for line in planner.plan(alone).lines if line.name == "reference"]

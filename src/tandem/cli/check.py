@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -194,8 +193,8 @@ class _RecipeCheck:
         self._model = load_config(self._config.model)
         check_model_heads(self._config, self._model)
         check_router_replay(self._config, self._model)
-        self._planner = memory.planner(self._config, self._model)
-        counts = self._planner.modelled.counts
+        self._planner = memory.Planner(self._config, self._model)
+        counts = self._planner.modelled
         sizes = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
         sizes += (adapted := self._planner.modelled.adapted) and f" ({adapted})"
         choice = self._planner.modelled.choice
@@ -216,7 +215,7 @@ class _RecipeCheck:
         tokenizer = load_tokenizer(self._config.model, chat_template=self._config.chat_template)
         template = rendering.Template(tokenizer, self._config.chat_template_kwargs)
         longest = rendering.longest_prompt([task for some in self._tasks.values() for task in some], template, limit)
-        self._planner = dataclasses.replace(self._planner, prompt_tokens=longest)
+        self._planner.prompt_tokens = longest
         note = rendering.shortfall(longest, limit, self._config.sampling.max_tokens)
         return f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class ShardedStepper:
         named_parameters: what is trained, the same on every rank.
         group: the ranks.
         replicate: every rank updates everything, as for an adapter, which is small; gradients are summed all the same.
+        stand_in: takes part in the others' micro-batch where this rank had none, as an adapter of cut weights needs.
+        updated: called after each update, on all ranks.
         local: each rank adds up its own micro-batches, and ranks sum once a pass, instead of after each.
     """
 
@@ -42,8 +44,11 @@ class ShardedStepper:
         group: DataGroup,
         *,
         replicate: bool = False,
+        stand_in: Callable[[], None] = lambda: None,
+        updated: Callable[[], None] = lambda: None,
         local: bool = False,
     ):
+        self._stand_in, self._updated = stand_in, updated
         self._group = group
         self._named = list(named_parameters)
         self._cuts = [self._cut(name, parameter, replicate=replicate) for name, parameter in self._named]
@@ -85,6 +90,7 @@ class ShardedStepper:
 
     def flush(self) -> None:
         """End a micro-batch, or stand in for one that this rank does not have."""
+        self._stand_in()
         self._sums.flush()
 
     def end_pass(self) -> None:
@@ -109,6 +115,7 @@ class ShardedStepper:
         self._inner.update_by(norm, lr, max_grad_norm)
         self.zero_grad()
         self._group.all_gather([cut.parameter.view(-1)[: cut.shared] for cut in self._cuts if cut.width])
+        self._updated()
         return norm
 
     def _norm(self, gradients: Mapping[Parameter, Tensor]) -> Tensor:

@@ -5,16 +5,14 @@ Where an engine samples from whole weights in the lead's process, the update end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tandem.distributed.group import DataGroup
 from tandem.distributed.sharded_weights import ShardedWeights
-from tandem.distributed.sharding import ShardedStepper
 from tandem.distributed.state_shards import Box, StateShare, matrix_shape
 from tandem.model.attention import Packed, Plan
 from tandem.model.logprobs import token_logprobs
@@ -186,41 +184,3 @@ class WeightShardStepper:
             if (master := states.pop(f"{name}/{MASTER}", None)) is not None:
                 parameter.copy_(master)
         self._inner.load_state_dict(states)
-
-
-class AdapterStepper(ShardedStepper):
-    """A stepper over an adapter, which every rank has, of frozen weights that are cut.
-
-    Args:
-        optimizer: updates parts.
-        named_parameters: the adapter's.
-        group: all ranks.
-        policy: whose frozen weights are cut.
-        updated: called after each update, on all ranks.
-        local: ranks sum once a pass, instead of after each micro-batch.
-    """
-
-    def __init__(
-        self,
-        optimizer: UpdatesParts,
-        named_parameters: Sequence[tuple[str, Parameter]],
-        group: DataGroup,
-        policy: ShardedPolicy,
-        updated: Callable[[], None] = lambda: None,
-        *,
-        local: bool = False,
-    ):
-        super().__init__(optimizer, named_parameters, group, replicate=True, local=local)
-        self._policy, self._updated = policy, updated
-
-    def flush(self) -> None:
-        """End a micro-batch, or stand in for one that this rank does not have."""
-        self._policy.stand_in()
-        super().flush()
-
-    def step(self, lr: float, max_grad_norm: float) -> Tensor:
-        """Clip and update; the norm over all ranks."""
-        norm = super().step(lr, max_grad_norm)
-        self._policy.weights.reshard()
-        self._updated()
-        return norm

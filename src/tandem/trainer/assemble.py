@@ -106,7 +106,7 @@ async def _train(
         checks.check_model_heads(config, model)
         checks.check_router_replay(config, model)
         longest = environments.longest_prompt(config, model, tasks.get("train", {}))
-        planner = memory.planner(config, model, prompt_tokens=longest, resumed=resume)
+        planner = memory.Planner(config, model, prompt_tokens=longest, resumed=resume)
         planner.plan(config).require()
         as_divided = memory.with_gradients(planner, config)
     folder = dog.folder = resume or run_folder.new_folder(recipe)

@@ -7,7 +7,7 @@ the rest from constants that ``benchmarks/memory.py`` measures. The peak is righ
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,14 +122,14 @@ class MemoryPlan:
             rows += [f"  {line}" for line in lines[:3]]
         return "\n".join(f"  {row}" for row in rows)
 
-    def require(self, what: str = "this run") -> None:
+    def require(self) -> None:
         """Refuse what cannot fit.
 
         Raises:
             DoesNotFit: with the largest lines and what makes them smaller.
         """
         if not self.within():
-            raise DoesNotFit(f"{what} needs more memory than is free:\n{self.table()}")
+            raise DoesNotFit(f"this run needs more memory than is free:\n{self.table()}")
 
 
 def _sum(lines: list[MemoryLine]) -> int:
@@ -144,24 +144,33 @@ def _left_running(resumed: Path | None) -> bool:
     return any(record is not None and alive_after(record.pid, record.started) for record in records)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """Plans the memory of a recipe on a machine."""
+    """Plans the memory of a recipe on a machine.
 
-    modelled: MetaModel
-    """The model, built once without memory."""
-    model_config: Any
-    """The model's transformers configuration."""
-    machine: Machine
-    """Where the run has to fit."""
-    beside: Machine | None
-    """The host, where ``machine`` is an accelerator."""
-    prompt_tokens: int = TYPICAL_PROMPT
-    """Of the longest prompt."""
-    resumed: Path | None = None
-    """Folder of a run that is gone on with; an engine that it left running has its memory already."""
-    ranks: RankCounts = field(default_factory=RankCounts)
-    """How many ranks the states are divided over."""
+    Args:
+        config: the run.
+        model_config: the model's transformers configuration; no weight is loaded.
+        machine: where it has to fit; by default the accelerator, or else the host.
+        beside: the host, where ``machine`` is an accelerator.
+        prompt_tokens: tokens of the longest prompt.
+        resumed: folder of a run that is gone on with; an engine that it left running has its memory already.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_config: Any,
+        machine: Machine | None = None,
+        beside: Machine | None = None,
+        *,
+        prompt_tokens: int = TYPICAL_PROMPT,
+        resumed: Path | None = None,
+    ):
+        self.modelled, self.model_config = MetaModel(config, model_config), model_config
+        self.machine = machine or accelerator() or host()
+        self.beside = None if self.machine.is_host else beside or host()
+        self.prompt_tokens, self.resumed = prompt_tokens, resumed
+        self.ranks = RankCounts.of(config)
 
     def plan(self, config: RunConfig) -> MemoryPlan:
         """Every line of a run."""
@@ -233,7 +242,7 @@ class Planner:
         what = "of the accelerator for weights and cache" if share else "of keys and values"
         why = f"{near} × {readable(filled)} {what}"
         lines.append(self._line("engine", near * filled, why, when, each=not is_host))
-        copy = near * here * self.modelled.counts.base * _width(config) // engine.tensor_parallel_size
+        copy = near * here * self.modelled.base * _width(config) // engine.tensor_parallel_size
         if not share and not has_engines_beside(config):
             why = "its own weights, where new ones are sent"
             lines.append(self._line("engine's copy", copy, why, when, each=not is_host))
@@ -243,7 +252,7 @@ class Planner:
 
     def _weight_lines(self, config: RunConfig) -> list[MemoryLine]:
         """Weights, what is kept beside them, and the optimizer's states."""
-        line, counts, width = self._line, self.modelled.counts, _width(config)
+        line, counts, width = self._line, self.modelled, _width(config)
         whole, base, trainable = counts.parameters * width, counts.base * width, counts.trainable
         cut, workers = self.ranks.world > 1 and config.distributed.shard == "weights", ranks_of_engine(config)
         parts, is_adapter = shards_of(config, self.ranks.world), config.trainable.folder_name != "model"
@@ -294,7 +303,7 @@ class Planner:
         from tandem.distributed.gradient_sums import BUCKET, IN_FLIGHT
         from tandem.model.logprobs import TILE_CPU, TILE_GPU
 
-        counts, width, is_host = self.modelled.counts, _width(config), self.machine.is_host
+        counts, width, is_host = self.modelled, _width(config), self.machine.is_host
         text, layers = self.model_config.get_text_config(), self.modelled.layers
         longest = -(-sum(self.longest(config)) // config.distributed.context_parallel)
         tokens = max(longest, min(config.micro_batch_tokens, self.step_tokens(config)))
@@ -340,16 +349,16 @@ class Planner:
 
     def engine_weights(self, config: RunConfig) -> int:
         """Bytes of the weights that each accelerator of an engine holds."""
-        return self.modelled.counts.base * _width(config) // int(getattr(config.engine, "tensor_parallel_size", 1))
+        return self.modelled.base * _width(config) // int(getattr(config.engine, "tensor_parallel_size", 1))
 
     def checkpoint_bytes(self, config: RunConfig) -> int:
         """Bytes of one checkpoint on disk, at most: what is trained and the optimizer's state."""
-        counts, width = self.modelled.counts, _width(config)
+        counts, width = self.modelled, _width(config)
         reference = self._reference(config) if config.moves_reference else 0
         return counts.trainable * width + config.optimizer.state_bytes(counts.trainable, width) + reference
 
     def _reference(self, config: RunConfig) -> int:
-        counts = self.modelled.counts
+        counts = self.modelled
         return counts.kept or counts.trainable * _width(config)
 
     def longest(self, config: RunConfig) -> tuple[int, int]:
@@ -364,37 +373,6 @@ class Planner:
         prompt, answer = self.longest(config)
         whole = config.groups_per_step * (prompt + config.group_size * (answer - 1))
         return -(-whole // config.distributed.context_parallel)
-
-
-def planner(
-    config: RunConfig,
-    model_config: Any,
-    machine: Machine | None = None,
-    beside: Machine | None = None,
-    *,
-    prompt_tokens: int = TYPICAL_PROMPT,
-    resumed: Path | None = None,
-) -> Planner:
-    """Memory planner of a recipe.
-
-    Args:
-        config: the run.
-        model_config: the model's transformers configuration; no weight is loaded.
-        machine: where it has to fit; by default the accelerator, or else the host.
-        beside: the host, where ``machine`` is an accelerator.
-        prompt_tokens: tokens of the longest prompt.
-        resumed: folder of a run that is gone on with; an engine that it left running has its memory already.
-    """
-    machine = machine or accelerator() or host()
-    return Planner(
-        modelled=MetaModel(config, model_config),
-        model_config=model_config,
-        machine=machine,
-        beside=None if machine.is_host else beside or host(),
-        prompt_tokens=prompt_tokens,
-        resumed=resumed,
-        ranks=RankCounts.of(config),
-    )
 
 
 def with_gradients(run: Planner, config: RunConfig) -> RunConfig:

@@ -3,31 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from tandem.config.loading import RunConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """Parameter counts of a model as it is trained."""
-
-    parameters: int
-    """Numbers in its weights, tied ones once."""
-    trainable: int
-    """Those that are trained."""
-    largest: int
-    """Those of the largest trained tensor."""
-    base: int
-    """Those that an engine lends: all but an adapter's."""
-    kept: int
-    """Bytes of frozen weights kept beside those that are sampled from."""
-    head: int
-    """Numbers in the head's weight if it is trained, else 0."""
-    tied: bool
-    """The head's weight is the embedding's."""
 
 
 class MetaModel:
@@ -54,15 +33,20 @@ class MetaModel:
         trained = [p.numel() for p in model.parameters() if p.requires_grad]
         causal: Any = getattr(model, "get_base_model", lambda: model)()
         head = causal.get_output_embeddings().weight
-        self.counts = Counts(
-            parameters=sum(p.numel() for p in model.parameters()),
-            trainable=sum(trained),
-            largest=max(trained),
-            base=sum(p.numel() for p in trainable.base_names(model).values()),
-            kept=trainable.kept_bytes(model),
-            head=head.numel() if head.requires_grad else 0,
-            tied=head is causal.get_input_embeddings().weight,
-        )
+        self.parameters = sum(p.numel() for p in model.parameters())
+        """Numbers in its weights, tied ones once."""
+        self.trainable = sum(trained)
+        """Those that are trained."""
+        self.largest = max(trained)
+        """Those of the largest trained tensor."""
+        self.base = sum(p.numel() for p in trainable.base_names(model).values())
+        """Those that an engine lends: all but an adapter's."""
+        self.kept = trainable.kept_bytes(model)
+        """Bytes of frozen weights kept beside those that are sampled from."""
+        self.head = head.numel() if head.requires_grad else 0
+        """Numbers in the head's weight if it is trained, else 0."""
+        self.tied = head is causal.get_input_embeddings().weight
+        """The head's weight is the embedding's."""
 
     @cached_property
     def token_bytes(self) -> int:

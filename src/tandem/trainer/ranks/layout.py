@@ -41,9 +41,9 @@ def placed(config: RunConfig) -> RunConfig:
     if torch.cuda.is_available() and torch.cuda.device_count() < config.gpus:
         raise ConfigError(f"gpus: {config.gpus}, but this machine has {torch.cuda.device_count()}; lower gpus")
     model = load_config(config.model)
-    planner = memory_plan.planner(replace(config, gpus=None, ranks=1), model)
+    planner = memory_plan.Planner(replace(config, gpus=None, ranks=1), model)
     # What is free, and the host's memory, which no division changes, are looked at when the run starts.
-    planner = replace(planner, machine=replace(planner.machine, free=planner.machine.total), beside=None)
+    planner.machine, planner.beside = replace(planner.machine, free=planner.machine.total), None
     refused: list[TandemError] = []
     for layout in _layouts(config, config.gpus):
         try:
@@ -91,8 +91,8 @@ def _require(config: RunConfig, model: Any, planner: memory_plan.Planner) -> Non
     checks.check_model_heads(config, model)
     if planner.machine.is_host:
         return
-    planner = replace(planner, ranks=RankCounts.of(config))
-    planner.plan(config).require("a rank")
+    planner.ranks = RankCounts.of(config)
+    planner.plan(config).require()
     weights, total = planner.engine_weights(config), planner.machine.total
     if has_engines_apart(config) and weights > total // 2:
         taken = f"an engine's weights take {readable(weights)} of each GPU's {readable(total)}"

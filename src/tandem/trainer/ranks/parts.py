@@ -124,8 +124,9 @@ class RankParts:
         is_local = config.distributed.gradients == "local"
         is_adapter = config.trainable.folder_name != "model"
         updated: Callable[[], None] = lambda: None  # noqa: E731
+        stand_in = updated
         if config.distributed.shard == "weights":
-            from tandem.distributed.weight_shards import AdapterStepper, ShardedPolicy, WeightShardStepper
+            from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
 
             if not isinstance(policy, ShardedPolicy):
                 policy, updated = self._copied(policy, config.trainable)
@@ -133,10 +134,10 @@ class RankParts:
                 self._cut_reference(reference, policy)
             if not is_adapter:
                 return policy, WeightShardStepper(optimizer, policy, updated, local=is_local)
-            adapter = config.trainable.parameters(policy.model)
-            return policy, AdapterStepper(optimizer, adapter, self.group, policy, updated, local=is_local)
+            stand_in, updated = policy.stand_in, _resharding(policy, updated)
         named = config.trainable.parameters(policy.model)
-        return policy, ShardedStepper(optimizer, named, self.group, replicate=is_adapter, local=is_local)
+        hooks = {"stand_in": stand_in, "updated": updated}
+        return policy, ShardedStepper(optimizer, named, self.group, replicate=is_adapter, local=is_local, **hooks)
 
     @property
     def _backends(self) -> list[Any]:
@@ -213,3 +214,13 @@ def _cut_policy(policy: Policy, weights: ShardedWeights, trainable: Trainable) -
     trainable.cut(weights.model, part)
     trainable.fold(weights.model)
     return ShardedPolicy(policy, weights)
+
+
+def _resharding(policy: ShardedPolicy, updated: Callable[[], None]) -> Callable[[], None]:
+    """The same once gathered weights are dropped."""
+
+    def resharded() -> None:
+        policy.weights.reshard()
+        updated()
+
+    return resharded
