@@ -63,7 +63,7 @@ def test_gpus_are_divided_by_the_sync_and_the_memory_plan(recipe: Path, monkeypa
 
 def test_what_does_not_fit_is_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cards(monkeypatch, 2)
-    with pytest.raises(DoesNotFit, match="a rank needs more memory than is free"):
+    with pytest.raises(DoesNotFit, match="needs more memory than is free"):
         on(recipe, "7B", "gpus=2", *APART)
     with pytest.raises(ConfigError, match="gpus: 4, but this machine has 2"):
         on(recipe, "7B", "gpus=4")
@@ -89,7 +89,7 @@ def test_a_run_keeps_the_number_and_may_go_on_with_another(recipe: Path) -> None
 
 def rows(config: RunConfig) -> list[str]:
     model = load_config(config.model)
-    return layout.drawn(memory_plan.planner(config, model), config).splitlines()
+    return layout.drawn(memory_plan.Planner(config, model), config).splitlines()
 
 
 def test_a_layout_is_drawn_gpu_by_gpu(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
