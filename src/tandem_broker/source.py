@@ -197,8 +197,8 @@ class BrokerSource:
                     if (seconds := time.monotonic() - began) > self._quiet_seconds:
                         self._quiet_seconds = 2 * seconds
                         log.warning(
-                            "no batch of %d sequences came from the broker for %.0f s: open its URL in a browser to "
-                            "see why", self.options.sequences, seconds,
+                            "no batch of %d sequences came from the broker for %.0f s: its /status?detail=1 says why",
+                            self.options.sequences, seconds,
                         )  # fmt: skip
                 return await polling
             finally:

@@ -99,7 +99,7 @@ def _keys() -> tuple[str, str]:
 
 def _introduce(url: str, host: str, data: Path | None, broker: BrokerServer, tell: Tell) -> None:
     """Say where it is and how it is used."""
-    tell(f"broker at {url}; open it in a browser to watch")
+    tell(f"broker at {url}; what waits for what: {url}/status?detail=1")
     if data is None:
         tell("what is queued ends with this process; --data FOLDER keeps it through a restart")
     else:

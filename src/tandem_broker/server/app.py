@@ -1,4 +1,4 @@
-"""The broker over HTTP: Atropos' paths, and beside them leases, metrics and a page for people.
+"""The broker over HTTP: Atropos' paths, and beside them leases, and everything that is known for people.
 
 One process, one event loop, one store. Handlers change the store without awaiting in between; an answer leaves only
 after the ledger has what it promises.
@@ -6,15 +6,10 @@ after the ledger has what it promises.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import logging
 import re
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from functools import cache
-from importlib import resources
 from typing import Any, TypeVar
 
 import msgspec
@@ -49,20 +44,6 @@ def reply(value: Any, status: int = 200) -> web.Response:
     """Answer with JSON; bytes are JSON already."""
     body = value if isinstance(value, bytes) else wire.write(value)
     return web.Response(body=body, status=status, content_type="application/json")
-
-
-@cache
-def page() -> tuple[str, str]:
-    """Return the live page and its policy: it loads nothing from elsewhere and runs no script but its own."""
-    text = resources.files("tandem_broker.server").joinpath("broker.html").read_text(encoding="utf-8")
-    style = resources.files("tandem.observability").joinpath("report/report.css").read_text(encoding="utf-8")
-    text = text.replace("{{style}}", style)
-    script = text.partition("<script>")[2].partition("</script>")[0]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return text, (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
 
 
 def outcome(is_done: bool, reason: str) -> dict[str, str]:
@@ -112,15 +93,9 @@ class BrokerServer:
         """
         self.store = store
         self.bodies = Bodies(limits or BodyLimits())
-        self._served = Counter(batches=0, groups=0, bytes=0)
-        self._refused: Counter[str] = Counter()
-        """Requests that were refused, by why."""
         self.keys = keys or Keys()
         self._names = (host,) if host else ()
         self._clock = clock
-        self._polled = 0.0
-        self._failure: dict[str, Any] | None = None
-        self._started = clock()
 
     def application(self) -> web.Application:
         """Return the routes, ready to run. Give the runner ``auto_decompress=False``: bodies are inflated here."""
@@ -177,18 +152,14 @@ class BrokerServer:
         try:
             response = await handler(request)
         except Malformed as error:
-            self._refused[error.problem.type] += 1
             response = reply({"detail": [error.problem]}, 422)
         except GroupRefused as error:
-            self._refused["impossible"] += 1
             response = RequestRejected(422, str(error)).response()
         except Busy as error:
             # Atropos' environments drop a group at any 4xx but try again at a 5xx; clients that give a key know both.
-            self._refused["busy"] += 1
             status = 429 if "Idempotency-Key" in request.headers else 503
             response = RequestRejected(status, str(error), retry_after=RETRY_SECONDS).response()
         except RequestRejected as error:
-            self._refused[f"http_{error.status}"] += 1
             response = error.response()
         except web.HTTPException as error:
             response = reply({"detail": error.reason}, error.status)
@@ -196,7 +167,6 @@ class BrokerServer:
                 response.headers["Allow"] = allow
         except BrokerError as error:
             log.error("%s", error)
-            self._failure = {"error": str(error), "at": self._clock()}
             response = RequestRejected(503, str(error), retry_after=RETRY_SECONDS).response()
         except ConnectionError:  # a client that went away within a request leaves no trace in the log
             response = RequestRejected(400, "the connection broke").response()
@@ -223,10 +193,7 @@ class BrokerServer:
     # --- the run ---
 
     async def _root(self, request: web.Request) -> web.StreamResponse:
-        if "text/html" not in request.headers.get("Accept", ""):
-            return reply({"message": "AtroposLib API"})
-        text, policy = page()
-        return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
+        return reply({"message": "AtroposLib API"})
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
         uuid = self.store.register(await self._message(request, messages.RunParameters))
@@ -290,13 +257,12 @@ class BrokerServer:
     # --- trainers ---
 
     async def _batch(self, request: web.Request) -> web.StreamResponse:
-        self._polled = now = self._clock()
         if self.store.run is None:
             message = "Trainer not registered. Call /register first."
             return reply({"status": "error", "message": message, "batch": []})
         query = wire.convert(dict(request.query), messages.BatchQuery)
         is_leased = query.lease is not None
-        batch = self.store.take(now, lease=query.lease, policy=query.policy, max_lag=query.max_lag)
+        batch = self.store.take(self._clock(), lease=query.lease, policy=query.policy, max_lag=query.max_lag)
         if batch is None:
             return reply({"batch": None})
         payloads = [entry.payload for entry in batch.entries]
@@ -308,7 +274,6 @@ class BrokerServer:
             raise
         if not is_leased:
             self.store.acknowledge(batch.id, self._clock())  # nothing else will: it is out
-        self._served.update(batches=1, groups=len(payloads), bytes=sum(map(len, payloads)))
         return response
 
     async def _send(
@@ -340,20 +305,10 @@ class BrokerServer:
     # --- people ---
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
-        now = self._clock()
-        report = self.store.status(now)
+        report = self.store.status(self._clock())
         answer: dict[str, Any] = {"current_step": report["step"], "queue_size": report["queued_groups"]}
         if "detail" in request.query:
-            answer["detail"] = {
-                **report,
-                "now": now,
-                "uptime": now - self._started,
-                "polled": self._polled,
-                "failure": self._failure,
-                "served": self._served,
-                "refused": self._refused,
-                "version": __version__,
-            }
+            answer["detail"] = {**report, "version": __version__}
         return reply(answer)
 
     async def _latest_example(self, request: web.Request) -> web.StreamResponse:
