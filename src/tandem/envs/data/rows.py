@@ -221,10 +221,10 @@ def _read_csv(file: Path) -> Iterator[DataRow]:
 def _typed(texts: Sequence[str]) -> Sequence[Json]:
     """Fields of a column as numbers, if all of them are."""
     plain = [text.strip(" ") for text in texts]
-    given = [text for text in plain if text not in _MISSING]
-    if not given or not all(map(_NUMBER.fullmatch, given)):
+    filled = [text for text in plain if text not in _MISSING]
+    if not filled or not all(map(_NUMBER.fullmatch, filled)):
         return texts
-    if len(given) == len(plain) and all(map(_WHOLE.fullmatch, given)):
+    if len(filled) == len(plain) and all(map(_WHOLE.fullmatch, filled)):
         return [int(text) for text in plain]
     return [None if text in _MISSING else float(text) for text in plain]
 
