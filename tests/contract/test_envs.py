@@ -40,7 +40,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "countdown": {"size": 60},
     "dataset": {"path": "{dataset}"},
     "gsm8k": {"path": "{gsm8k}"},
-    "gsm_symbolic": {"size": 40},
     "reasoning_gym": {
         "task": "chain_sum",
         "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},

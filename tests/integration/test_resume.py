@@ -189,7 +189,7 @@ def mixed(place: Place, tiny_model: Path) -> Path:
 REUSING: dict[str, Any] = {
     **RECIPE,
     "group_size": 2,  # every other group is flat
-    "replay": {"size": 6, "max_age": 3},
+    "replay": {"size": 2, "max_age": 1},
     "reroll": {"start_fraction": 0.2, "max_groups": 2},
     "max_resample_times": 1,
     "curriculum": "solve_rate",

@@ -13,7 +13,6 @@ import pytest
 from tandem.envs.arithmetic import Arithmetic
 from tandem.envs.calculator import Calculator
 from tandem.envs.countdown import Countdown
-from tandem.envs.gsm_symbolic import GsmSymbolic
 from tandem.envs.reasoning_gym import ReasoningGym
 from tandem.errors import ConfigError, EnvError
 from tandem.expression import evaluate
@@ -194,4 +193,4 @@ def test_gym_bad_config_lists_the_options() -> None:
 def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(EnvError, match=r"tandem-rl\[reasoning-gym\]"):
-        GsmSymbolic().tasks("train")
+        ReasoningGym(task="gsm_symbolic").tasks("train")

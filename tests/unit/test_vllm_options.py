@@ -19,7 +19,6 @@ from tandem.engines.embedded.spec import Embedded
 from tandem.engines.vllm import spec as vllm
 from tandem.engines.vllm.server.places import PROBES
 from tandem.engines.vllm.spec import LAST_PORT, Vllm
-from tandem.engines.vllm.speedups import SWITCH
 from tandem.errors import ConfigError
 from tandem.trainer import assemble as run
 
@@ -173,15 +172,6 @@ def test_a_check_does_not_claim_that_an_engine_elsewhere_runs(tmp_path: Path) ->
 def test_the_trainers_own_interpreter_is_looked_into_by_default(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.python is not set.*has no vLLM; let engine\.python name one"):
         Vllm().check(folder=tmp_path)
-
-
-@pytest.mark.parametrize(("on", "value"), [(True, None), (False, "0")])
-def test_an_engine_is_told_to_leave_vllms_internals_alone(
-    on: bool, value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(SWITCH, "1")
-    requirements = EngineRequirements(model="m", dtype="float32")
-    assert Vllm(speedups=on)._environment(requirements, tmp_path, 0, "").get(SWITCH) == value
 
 
 def test_a_folder_that_an_engine_cannot_be_told_of_is_refused(tmp_path: Path) -> None:

@@ -178,11 +178,6 @@ def test_where_logprobs_are_handed_over_in_another_way_nothing_is_changed(monkey
     assert type(make(monkeypatch, Other)) is Scheduler
 
 
-def test_without_speedups_vllms_own_scheduler_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(speedups.SWITCH, "0")
-    assert type(make(monkeypatch, LogprobsLists)) is Scheduler
-
-
 def test_a_piece_leaves_when_it_is_full_and_the_last_with_the_end(made: Any) -> None:
     admitted(made, Request("a", length=2 * PIECE + 4))
     tokens, logprobs = played(made, 2 * PIECE + 4)

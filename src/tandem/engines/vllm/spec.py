@@ -33,7 +33,7 @@ from tandem.engines.vllm.client.http import EngineServer
 from tandem.engines.vllm.client.process import has_vllm
 from tandem.engines.vllm.client.urls import UrlServer
 from tandem.engines.vllm.server.places import PROBES
-from tandem.engines.vllm.speedups import AT_ONCE, FEW, SWITCH
+from tandem.engines.vllm.speedups import AT_ONCE, FEW
 from tandem.errors import ConfigError, bounded, check_bounds
 from tandem.machine import cores
 from tandem.ports import http_url, reserve_port
@@ -99,8 +99,6 @@ class Vllm(EngineSpec):
     args: dict[str, Any] = field(default_factory=dict)
     """Other options of vLLM's server by name, such as {attention_backend: FLASH_ATTN}; true gives a bare flag, false
     one that begins with no-."""
-    speedups: bool = True
-    """False leaves vLLM's internals alone: pauses take 20 ms longer, and logprobs leave the engine one by one."""
     sleep: Literal[0, 1, 2] = 0
     """Release the accelerator's memory while a step is trained: 1 keeps the weights in the host's memory, 2 keeps
     nothing, so that every publish brings them all. For a started engine on the trainer's own accelerator."""
@@ -358,7 +356,6 @@ class Vllm(EngineSpec):
             "TANDEM_API_KEY": key,
             "TANDEM_HOST": self.host,
             "TANDEM_ADAPTER_FOLDERS": str(folder),
-            SWITCH: None if self.speedups else "0",
             "TANDEM_TRAINER": _process_identity(),
             "TANDEM_LINGER": str(self.linger_seconds),
             AT_ONCE: os.environ.get(AT_ONCE) or str(FEW),
@@ -412,7 +409,7 @@ def _separable(folder: Path) -> None:
 _STARTING = (
     "python", "replicas", "devices", "host", "port", "gpu_memory_utilization", "kv_cache_gb", "max_num_seqs",
     "enforce_eager", "enable_prefix_caching", "tensor_parallel_size", "limit_mm_per_prompt", "args", "sleep",
-    "restarts", "linger_seconds", "require_api_key", "speedups",
+    "restarts", "linger_seconds", "require_api_key",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Optional speedups on vLLM's internals: batched logprobs, quick pauses, prompts submitted while paused.
 
-All of it is optional: ``engine.speedups: false`` uses vLLM's public methods alone, as does a release in which an
-internal is not where it is known to be. ``benchmarks/decoding.py`` measures the logprobs and ``benchmarks/sync.py`` the
+All of it is optional: a release in which an internal is not where it is known to be is used by its public methods
+alone. ``benchmarks/decoding.py`` measures the logprobs and ``benchmarks/sync.py`` the
 pauses; benchmarks/RESULTS.md has the figures.
 
 Logprobs in pieces (``--scheduler-cls``): vLLM hands over a token's logprob as three arrays of one number each. To
@@ -22,8 +22,6 @@ import numpy as np
 
 from tandem.engines.vllm.server.watch import end_with_parent
 
-SWITCH = "TANDEM_SPEEDUPS"
-"""Environment variable of the engine: 0 goes without all of this."""
 PIECES_KEY = "tandem_pieces"
 """In a request's ``extra_args``: it is answered whole, so its logprobs may come in pieces."""
 PIECE = 32
@@ -31,11 +29,6 @@ PIECE = 32
 FIELDS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")
 """Of vLLM's ``LogprobsLists``, as far as they are known here; the last says where each request's rows begin, and is
 None where each has one row, or all rows are of one request."""
-
-
-def enabled() -> bool:
-    """True if vLLM's internals may be used."""
-    return os.environ.get(SWITCH) != "0"
 
 
 def scheduler(**kwargs: Any) -> Any:
@@ -46,7 +39,7 @@ def scheduler(**kwargs: Any) -> Any:
     config = copy.copy(kwargs["vllm_config"].scheduler_config)
     config.scheduler_cls = None
     chosen = config.get_scheduler_cls()
-    known = enabled() and getattr(LogprobsLists, "_fields", None) == FIELDS
+    known = getattr(LogprobsLists, "_fields", None) == FIELDS
     return (type("Scheduler", (Pieces, chosen), {}) if known else chosen)(**kwargs)
 
 
@@ -196,7 +189,7 @@ class Scheduler:
 
     @property
     def _quick(self) -> Any:
-        return getattr(self._core, "pause_scheduler_async", None) if enabled() else None
+        return getattr(self._core, "pause_scheduler_async", None)
 
     async def pause(self) -> None:
         """Return once nothing is sampled, and all that wait for tokens have got those that were."""
@@ -245,4 +238,4 @@ class Scheduler:
     @property
     def _states(self) -> Mapping[str, Any] | None:
         states = getattr(getattr(self._client, "output_processor", None), "request_states", None)
-        return states if enabled() and isinstance(states, Mapping) else None
+        return states if isinstance(states, Mapping) else None

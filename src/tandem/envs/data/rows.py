@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import json
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import NoneType
-from typing import Any
+from typing import Any, TextIO
 
 from tandem import clone, hub, types
 from tandem.envs.base import Split
@@ -24,7 +22,7 @@ from tandem.types import Json
 
 logger = logging.getLogger(__name__)
 
-_WHOLE = re.compile(r"[+-]?[0-9]{1,1000}")
+_WHOLE = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _MISSING = frozenset(("", "NA", "N/A", "NaN", "nan", "NULL", "null", "None"))
 """What stands for no number in a CSV file's column of numbers."""
@@ -53,7 +51,7 @@ class DataRow:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return str(value)
         if not isinstance(value, str):
-            raise EnvError(f"{self.where}: column {column!r} should hold text, got {_kind(value)}")
+            raise EnvError(f"{self.where}: column {column!r} should hold text, got {value!r:.80}")
         return value
 
     def value(self, column: str) -> Json:
@@ -65,9 +63,8 @@ class DataRow:
         try:
             return types.column(self.columns, column)
         except KeyError:
-            names = list(_names(self.columns))
-            has = ", ".join(names) or "no columns"
-            raise EnvError(f"{self.where}: no column {column!r}{_suggest(column, names)}; the row has: {has}") from None
+            has = ", ".join(_names(self.columns)) or "no columns"
+            raise EnvError(f"{self.where}: no column {column!r}; the row has: {has}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,106 +148,85 @@ def read_file(path: str) -> Iterator[DataRow]:
         EnvError: it is not there, not of a known kind, or a row is malformed.
     """
     file = Path(path).expanduser()
-    reader = _READERS.get(file.suffix.lower())
-    if file.is_dir():
-        inside = [child.name for child in sorted(file.iterdir()) if child.suffix.lower() in _READERS]
-        raise EnvError(f"{path} is a folder; name one file in it" + (f": {', '.join(inside[:8])}" if inside else ""))
     if not file.exists():
-        raise EnvError(
-            f"there is no file {path}{_nearby(file)}; relative paths start at {Path.cwd()}{clone.where(path)}"
-        )
-    if reader is None:
-        raise EnvError(f"{path}: cannot read {file.suffix or 'a file without a suffix'}; use {', '.join(_READERS)}")
+        raise EnvError(f"there is no file {path}; relative paths start at {Path.cwd()}{clone.where(path)}")
+    reader = _READERS.get(file.suffix.lower())
+    if reader is None or file.is_dir():
+        raise EnvError(f"{path} cannot be read; name one file that ends in {', '.join(_READERS)}")
     try:
         yield from reader(file)
     except OSError as error:
         raise EnvError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise EnvError(f"{path}: not UTF-8 ({error}); save the file as UTF-8") from error
+
+
+def _open(file: Path) -> TextIO:
+    return file.open(encoding="utf-8-sig", newline="")
 
 
 def _read_jsonl(file: Path) -> Iterator[DataRow]:
-    for number, line in enumerate(_lines(file), 1):
-        where = f"{file}:{number}"
-        if not line.strip():
-            continue
-        # Without its end, else what is missing there is missed on the next line.
-        columns = _loaded(line.rstrip(), where, "each line must be one JSON object")
-        if not isinstance(columns, dict):
-            raise EnvError(f"{where}: each line must be one JSON object, got {_kind(columns)}")
-        yield DataRow(where, number, columns)
+    with _open(file) as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                # Without its end, else what is missing there is missed on the next line.
+                yield _json_row(_loaded(line.rstrip(), f"{file}:{number}"), f"{file}:{number}", number)
 
 
 def _read_json(file: Path) -> Iterator[DataRow]:
     """Rows of a file that is one list of objects, or has one on each line."""
-    first = next((line for line in _lines(file) if line.strip()), "")
-    if not first.lstrip().startswith("["):
+    with _open(file) as lines:
+        text = lines.read()
+    if not text.lstrip().startswith("["):
         yield from _read_jsonl(file)
         return
-    text, expected = "".join(_lines(file)), "the file must be one list of JSON objects"
-    for number, columns in enumerate(_loaded(text, str(file), expected), 1):
-        where = f"{file}: row {number}"
-        if not isinstance(columns, dict):
-            raise EnvError(f"{where}: each entry of the list must be one JSON object, got {_kind(columns)}")
-        yield DataRow(where, number, columns)
+    for number, columns in enumerate(_loaded(text, str(file)), 1):
+        yield _json_row(columns, f"{file}: row {number}", number)
 
 
-def _loaded(text: str, where: str, expected: str) -> Any:
-    """JSON of a file or line; raises EnvError that says where it is broken, and what was expected."""
+def _json_row(columns: Any, where: str, number: int) -> DataRow:
+    if not isinstance(columns, dict):
+        raise EnvError(f"{where}: each row must be one JSON object, got {columns!r:.80}")
+    return DataRow(where, number, columns)
+
+
+def _loaded(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except RecursionError as error:
-        raise EnvError(f"{where}: lists and objects are nested too deep to be read") from error
-    except ValueError as error:
-        at = str(error)
-        if isinstance(error, json.JSONDecodeError):  # of which some messages end in "at"
-            line = f"line {error.lineno}, " if "\n" in text else ""
-            at = f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
-        raise EnvError(f"{where}: not valid JSON: {at}; {expected}") from error
+    except (ValueError, RecursionError) as error:
+        raise EnvError(f"{where}: not valid JSON: {error}; each row must be one JSON object") from error
 
 
 def _read_csv(file: Path) -> Iterator[DataRow]:
     """Rows with columns of numbers as numbers, as ``datasets`` reads them: a column that has any other text is text."""
-    rows = list(_read_csv_text(file))
-    kinds = {name: _kind_of([row.columns[name] for row in rows]) for name in (rows[0].columns if rows else ())}
-    for row in rows:
-        yield replace(row, columns={name: _typed(text, kinds[name]) for name, text in row.columns.items()})
-
-
-def _kind_of(texts: Iterable[str]) -> type:
-    """What a column holds."""
-    kinds = set(map(_type_of, texts))
-    return str if str in kinds or kinds == {NoneType} else int if kinds == {int} else float
-
-
-def _type_of(text: str) -> type:
-    """What a field of a CSV file holds; NoneType for nothing."""
-    text = text.strip(" ")
-    return (
-        NoneType if text in _MISSING else int if _WHOLE.fullmatch(text) else float if _NUMBER.fullmatch(text) else str
-    )
-
-
-def _typed(text: str, kind: type) -> Json:
-    return text if kind is str else None if text.strip(" ") in _MISSING else kind(text)
-
-
-def _read_csv_text(file: Path) -> Iterator[DataRow]:
     csv.field_size_limit(sys.maxsize)  # of the whole process; by default no field is longer than 128 KiB
-    reader = csv.reader(_lines(file), delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
-    header: list[str] = []
-    try:
-        for values in filter(any, reader):
-            where = f"{file}:{reader.line_num}"
-            if not header:
-                header = values
-                if twice := [name for name in header if name and header.count(name) > 1]:
-                    num = header.count(twice[0])
-                    raise EnvError(f"{where}: {num} columns are called {twice[0]!r}; give each a name of its own")
-                continue
-            if len(values) != len(header):
-                raise EnvError(f"{where}: {len(values)} fields, expected {len(header)} ({', '.join(header)})")
-            yield DataRow(where, reader.line_num, dict(zip(header, values, strict=True)))
-    except csv.Error as error:
-        raise EnvError(f"{file}:{reader.line_num}: not valid CSV: {error}") from error
+    rows: list[dict[str, str]] = []
+    places: list[int] = []
+    with _open(file) as lines:
+        reader = csv.DictReader(lines, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    names = ", ".join(reader.fieldnames or ())
+                    raise EnvError(f"{file}:{reader.line_num}: expected as many fields as the header has ({names})")
+                rows.append(row)
+                places.append(reader.line_num)
+        except csv.Error as error:
+            raise EnvError(f"{file}:{reader.line_num}: not valid CSV: {error}") from error
+    columns = {name: _typed([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+    for nth, line in enumerate(places):
+        yield DataRow(f"{file}:{line}", line, {name: values[nth] for name, values in columns.items()})
+
+
+def _typed(texts: Sequence[str]) -> Sequence[Json]:
+    """Fields of a column as numbers, if all of them are."""
+    plain = [text.strip(" ") for text in texts]
+    filled = [text for text in plain if text not in _MISSING]
+    if not filled or not all(map(_NUMBER.fullmatch, filled)):
+        return texts
+    if len(filled) == len(plain) and all(map(_WHOLE.fullmatch, filled)):
+        return [int(text) for text in plain]
+    return [None if text in _MISSING else float(text) for text in plain]
 
 
 def _read_parquet(file: Path) -> Iterator[DataRow]:
@@ -301,17 +277,6 @@ def _read_hub(name: str, subset: str | None, split: str) -> Iterator[DataRow]:
         yield DataRow(f"{name}[{split}] row {number}", number, _plain(columns))
 
 
-def _lines(file: Path) -> Iterator[str]:
-    """The lines of a file, without a byte-order mark; raises EnvError for one that is not UTF-8."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").decode("utf-8")
-            except UnicodeDecodeError as error:
-                at = f"byte {error.start + 1} of the line"
-                raise EnvError(f"{file}:{number}: not UTF-8 ({at}); save the file as UTF-8") from error
-
-
 def _plain(value: Any) -> Json:
     """The value as JSON would hold it; dates and the like as text."""
     if isinstance(value, dict):
@@ -325,31 +290,12 @@ def _looks_local(path: str) -> bool:
     return Path(path).suffix.lower() in _READERS or path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
-def _nearby(file: Path) -> str:
-    folder = file.parent
-    if not folder.is_dir():
-        return f"; there is no folder {folder} either"
-    return _suggest(file.name, [child.name for child in folder.iterdir()])
-
-
 def _names(columns: Mapping[str, Json]) -> Iterator[str]:
     """Names of columns, each followed by those within it."""
     for name, value in columns.items():
         yield name
         if isinstance(value, Mapping):
             yield from (f"{name}.{inner}" for inner in value)
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` if something known is close, else nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _kind(value: Json) -> str:
-    """A JSON value's kind in words."""
-    words = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
-    return "nothing" if value is None else words.get(type(value), type(value).__name__)
 
 
 def _first_line(error: Exception) -> str:
