@@ -38,7 +38,7 @@ class DroppedGroups:
     """Most tokens of an answer."""
     _step: int = -1
     _why: Counter[str] = field(default_factory=Counter)
-    _told: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
     """Commonest kinds that were warned of; the empty one: a first group was told."""
     _last: deque[tuple[str, Group]] = field(default_factory=lambda: deque(maxlen=LOOKED_AT))
 
@@ -56,9 +56,9 @@ class DroppedGroups:
         count = self._why.total()
         warns = count == WARN * self.groups_per_step
         kind = self._why.most_common(1)[0][0] if warns else ""
-        if group.rollouts and (warns or count == 1) and kind not in self._told:
+        if group.rollouts and (warns or count == 1) and kind not in self._warned:
             self._say(step, group, warns)
-            self._told.add(kind)
+            self._warned.add(kind)
 
     def _say(self, step: int, group: Group, warns: bool) -> None:
         count, why = self._why.total(), dict(self._why)
