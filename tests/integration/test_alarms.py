@@ -49,33 +49,30 @@ def trained(recipe: config.RunConfig) -> Path:
     return asyncio.run(run.train(recipe, resume=None))
 
 
-# Sums of three terms are never below 3 and the answer to most has two digits: "number" hardly ever pays.
-HACKED: dict[str, Any] = {
+# Sums of three terms of two digits, in answers of two tokens: "number" never pays.
+UNSOLVED: dict[str, Any] = {
     "env": {"kind": "arithmetic", "terms": 3, "min_number": 30, "max_number": 60, "prompt": "{expression}="},
-    "rewards": {"number": 1.0, "digit": {"kind": "learns.shaping:digit", "weight": 0.3}},
-    "sampling": {"max_tokens": 4},
+    "rewards": {"number": 1.0},
 }
 
 
-def test_a_bonus_that_is_collected_while_nothing_is_solved(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_of_which_none_is_solved(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The alarm is an event, a metric, in the report and in tandem show; a stop says how to go on."""
     with pytest.raises(Alarmed, match=r"alarm \w+ stopped the run at step \d+.*alarms=warn") as raised:
-        trained(recipe(tiny_model, tmp_path, **HACKED, alarms={"action": "stop", "ignore": IGNORED}))
+        trained(recipe(tiny_model, tmp_path, **UNSOLVED, alarms={"action": "stop", "ignore": IGNORED}))
     folder = tmp_path / "run"
     (alarm,) = events(folder, "alarm")
-    assert alarm["alarm"] == "reward_hacking"
-    assert "digit" in alarm["seen"]
+    assert alarm["alarm"] == "zero_variance"
+    assert "of groups have zero variance" in alarm["seen"]
     assert raised.value.exit_code == 12
     assert str(folder) in str(raised.value)
     assert (folder / "checkpoints" / f"{alarm['step']:06d}").is_dir(), "everything is saved"
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["step"] == alarm["step"]
-    assert metrics[-1]["metrics"]["alarms/reward_hacking"] == 1.0
+    assert metrics[-1]["metrics"]["alarms/zero_variance"] == 1.0
     assert alarm["seen"] in json.dumps(json.loads(page_data(folder))["alarms"], ensure_ascii=False)
     show(folder, write_report=False)
-    assert "ALARM reward_hacking" in capsys.readouterr().out
+    assert "ALARM zero_variance" in capsys.readouterr().out
 
     on = config.load(folder / "config.yaml", ["alarms=warn", f"steps={alarm['step'] + 2}"]).config
     asyncio.run(run.train(on, resume=folder))
@@ -83,7 +80,7 @@ def test_a_bonus_that_is_collected_while_nothing_is_solved(
     assert events(folder, "run_done")
 
 
-IGNORED = ["length", "zero_variance", "entropy", "loss"]
+IGNORED = ["length", "entropy", "loss"]
 
 
 def page_data(folder: Path) -> str:

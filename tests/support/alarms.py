@@ -221,14 +221,6 @@ def after(before: float, then: float, steps: float = 8) -> Curve:
 
 
 SICK: Mapping[str, tuple[str, Made]] = {
-    "a format reward saturates while nothing is solved": (
-        "reward_hacking",
-        replace(BASE, weights=FORMAT, accuracy=flat(0.01), bonuses={"format": after(0.02, 0.99, 15)}),
-    ),
-    "a bonus rises and the goal falls": (
-        "reward_hacking",
-        replace(BASE, weights=FORMAT, accuracy=after(0.5, 0.15), bonuses={"format": after(0.3, 0.95)}),
-    ),
     "answers collapse to a few tokens": ("length", replace(BASE, length=after(166, 4, 12))),
     "answers explode": ("length", replace(BASE, length=after(120, 400, 12))),
     "answers are cut": ("length", replace(BASE, truncated=after(0.03, 0.6))),

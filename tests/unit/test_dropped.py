@@ -112,20 +112,3 @@ def test_the_console_shows_an_answer_its_reward_and_what_to_change(
 def test_what_to_change_is_by_what_was_seen(tmp_path: Path, make: Make, reason: str, change: str) -> None:
     warning = next(event for event in drop(tmp_path, make, 20, reason=reason) if event["warning"])
     assert change in warning["change"]
-
-
-def test_a_sample_of_them_is_kept_with_what_was_said(tmp_path: Path) -> None:
-    drop(tmp_path, count=7, steps=2)
-    rows = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["group"]) for row in rows] == [(1, "t0@0"), (1, "t1@0"), (2, "t0@0"), (2, "t1@0")]
-    assert [(one["text"], one["reward"]) for one in rows[0]["rollouts"]] == [(f"no idea {i}", 0.0) for i in range(4)]
-    assert (rows[0]["task"], rows[0]["prompt"], rows[0]["why"]) == ("t0", "?", "every reward 0")
-
-
-def test_a_resume_forgets_those_of_later_steps(tmp_path: Path) -> None:
-    drop(tmp_path, count=4, steps=3)
-    drop(tmp_path, solved, count=4, steps=1, resumed=2)
-    rows = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["why"]) for row in rows[-3:]] == [
-        (2, "every reward 0"), (3, "every reward 1"), (3, "every reward 1"),
-    ]  # fmt: skip

@@ -226,15 +226,6 @@ def test_tensorboard_reads_scalars_and_recipe(tmp_path: Path) -> None:
     assert '"max_lag": 1' in texts["recipe"]
 
 
-def test_tensorboard_has_the_text_of_an_alarm(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    writer = Tensorboard().open(info(tmp_path))
-    writer.event("alarm", ALARM)
-    writer.close()
-    _, texts = read_tensorboard(tmp_path / "tensorboard")
-    assert all(ALARM[key] in texts["alarms/length"] for key in ("seen", "means", "change"))
-
-
 def test_tensorboard_has_the_answers(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     writer = Tensorboard().open(info(tmp_path))

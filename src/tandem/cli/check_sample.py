@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 LITTLE = 0.25
 """Share of groups with signal below which most sampling is for nothing."""
-MOST_REASONS = 3
-"""Reasons why answers failed that are told."""
 
 
 def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> None:
@@ -55,7 +53,7 @@ async def _played(config: RunConfig, count: int, log: Path) -> Forecast:
 def lines(forecast: Forecast, config: RunConfig) -> Iterator[str]:
     """The result in words."""
     from tandem.observability.board import answer_lines
-    from tandem.observability.completions import shown
+    from tandem.observability.completions import shortened, shown
     from tandem.observability.dropped import change, why
 
     groups, signal = forecast.groups, forecast.signal
@@ -69,26 +67,14 @@ def lines(forecast: Forecast, config: RunConfig) -> Iterator[str]:
     rest = "".join(f"; {count} {'with ' * reason.startswith('every')}{reason}" for reason, count in commonest)
     yield f"  signal: {len(signal)} of {len(groups)} groups ({share:.0%}) have different rewards{rest}"
     yield from _answers(groups)
-    yield from failures([rollout.error for group in groups for rollout in group.rollouts])
-    if config.zero_variance_groups == "drop" and without:
-        most = f"about {config.groups_per_step / share:.0f}" if share else f"far more than {len(groups)}"
-        yield f"  a step of {config.groups_per_step} groups samples {most}, for those without signal are dropped"
+    failed = [rollout.error.partition("\n")[0] for group in groups for rollout in group.rollouts if rollout.error]
+    for error, count in Counter(failed).most_common(1):
+        yield f"  {len(failed)} answers failed and have no reward; {count} of them: {shortened(error)}"
     if share < LITTLE:
         yield f"  change: {change(without, config.sampling.max_tokens)}"
     for group in (signal or groups)[:1]:
         best = max(group.rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward)
         yield from answer_lines(shown(best), "  the best answer of a group")
-
-
-def failures(errors: Sequence[str]) -> Iterator[str]:
-    """Number of answers without a reward, and the commonest reasons, from each answer's error (empty: none)."""
-    from tandem.observability.completions import shortened
-
-    some = Counter(error.partition("\n")[0] for error in errors if error)
-    if some:
-        yield f"  {some.total()} of {len(errors)} answers failed and have no reward:"
-        for error, count in some.most_common(MOST_REASONS):
-            yield f"    {count} × {shortened(error)}"
 
 
 def _answers(groups: Sequence[Group]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from tandem.observability.metrics_history import MetricsHistory, RecipeOptions, 
 from tandem.types import Json
 
 Name = Literal[
-    "loss", "reward_hacking", "length", "entropy", "zero_variance", "kl_behavior", "failures",
+    "loss", "length", "entropy", "zero_variance", "kl_behavior", "failures",
 ]  # fmt: skip
 """Every alarm, as recipes, events and metrics call it."""
 
@@ -88,29 +88,6 @@ def _not_finite(history: MetricsHistory) -> str:
         updates = "update was" if skipped == 1 else "updates were"
         seen.append(f"{skipped:g} {updates} skipped since the gradient was not finite")
     return f"at {history.now(1)}: {', '.join(seen)}" if seen else ""
-
-
-def _bonus_hacked(history: MetricsHistory) -> str:
-    """A lesser reward rises by a quarter of its scale, and the main one hardly ever pays or falls."""
-    now, recent, recipe = history.now(), history.now(metrics_history.EARLIER), history.recipe
-    scale, goal = history.scale(recipe.goal), recent.mean(recipe.goal)
-    for then in history.earlier():
-        around = history.around(then)
-        goal_before = around.mean(recipe.goal)
-        if goal is None or goal_before is None or history.rises(then):
-            continue
-        fell = goal_before - goal > max(0.1 * scale, 3 * (recent.error(recipe.goal) + around.error(recipe.goal)))
-        for name, weight in recipe.bonuses.items():
-            metric = f"reward/{name}"
-            level, before = now.mean(metric), then.mean(metric)
-            if level is None or before is None:
-                continue
-            rise = math.copysign(1, weight) * (level - before) / history.scale(metric)
-            hopeless = rise >= 0.5 and goal <= 0.1 * scale
-            if rise >= 0.25 and (goal - goal_before) / scale <= 0.1 * rise and (hopeless or fell):
-                rewards = f"reward {name} went from {short(before)} ({then}) to {short(level)} ({now})"
-                return f"{rewards} {history.trend(then)}"
-    return ""
 
 
 def _collapsed(level: float, before: float, recipe: RecipeOptions) -> bool:
@@ -214,7 +191,6 @@ ANSWERS, ENTROPY = "answers have {} tokens", "entropy is {} nats per token"
 
 METRICS: Mapping[Name, tuple[str, ...]] = {
     "loss": ("loss", "grad_norm", "entropy", "kl_behavior", "reward"),
-    "reward_hacking": ("reward", "accuracy"),
     "length": ("length", "rollouts/truncated"),
     "entropy": ("entropy",),
     "zero_variance": ("groups/dropped_zero_variance",),
@@ -227,11 +203,6 @@ PATTERNS: tuple[Pattern, ...] = (
         "loss", _not_finite,
         "Something overflowed: an infinite reward, ratios far from 1, or too large a learning rate.",
         f"Such an update is skipped, so a single one may pass. If it recurs: {SLOWER}; dtype=float32.",
-    ),
-    Pattern(
-        "reward_hacking", _bonus_hacked,
-        "The policy is paid for something that does not solve the task: the form without the content.",
-        f"{READ} Let that reward pay only beside a right answer, or lower its weight; {SLOWER}.",
     ),
     Pattern(
         "length", _changed("length", ANSWERS, _shrunk),

@@ -193,5 +193,5 @@ def dropped_lines(fields: Mapping[str, Json]) -> list[str]:
     head = f"WARNING {head}" if fields["warning"] else head
     out = [head, "  there is nothing to learn from a group without different rewards: others are sampled for them"]
     if "change" in fields:
-        out += [f"  change: {_clean(fields['change'])}", "  more of them: dropped.jsonl in the run's folder"]
+        out.append(f"  change: {_clean(fields['change'])}")
     return out + answer_lines(fields["example"], "  an answer of theirs")

@@ -1,9 +1,8 @@
-"""Dropped groups: why each was not trained on, in the log, in dropped.jsonl, and what to change."""
+"""Dropped groups: why each was not trained on, and what to change."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -14,10 +13,6 @@ from tandem.types import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
 
-KEPT = 2
-"""Dropped groups of each step that are kept in dropped.jsonl, the first ones."""
-MOST_ANSWERS = 8
-"""Answers of such a group that are kept."""
 WARN = 5
 """Batches' worth of groups dropped for one step that are warned of."""
 LOOKED_AT = 64
@@ -34,7 +29,7 @@ class DroppedGroups:
     """
 
     telemetry: Telemetry
-    """Where it is said: the events ``group_dropped`` and ``groups_dropped``, and dropped.jsonl."""
+    """Where it is said: the events ``group_dropped`` and ``groups_dropped``."""
     version: Callable[[], int]
     """Optimizer steps taken."""
     groups_per_step: int
@@ -43,7 +38,7 @@ class DroppedGroups:
     """Most tokens of an answer."""
     _step: int = -1
     _why: Counter[str] = field(default_factory=Counter)
-    _told: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
     """Commonest kinds that were warned of; the empty one: a first group was told."""
     _last: deque[tuple[str, Group]] = field(default_factory=lambda: deque(maxlen=LOOKED_AT))
 
@@ -55,18 +50,15 @@ class DroppedGroups:
             self._why.clear()
             self._last.clear()
         self._last.append((reason, group))
-        reason_text = why(reason, group)
-        self._why[reason_text] += 1
+        self._why[why(reason, group)] += 1
         rewards: Json = [rollout.reward for rollout in group.rollouts]
         self.telemetry.event("group_dropped", reason=reason, group=group.id, rewards=rewards)
         count = self._why.total()
-        if count <= KEPT and group.rollouts:
-            self.telemetry.dropped(_record(step, reason, reason_text, group))
         warns = count == WARN * self.groups_per_step
         kind = self._why.most_common(1)[0][0] if warns else ""
-        if group.rollouts and (warns or count == 1) and kind not in self._told:
+        if group.rollouts and (warns or count == 1) and kind not in self._warned:
             self._say(step, group, warns)
-            self._told.add(kind)
+            self._warned.add(kind)
 
     def _say(self, step: int, group: Group, warns: bool) -> None:
         count, why = self._why.total(), dict(self._why)
@@ -116,12 +108,3 @@ def change(dropped: Collection[tuple[str, Group]], max_tokens: int) -> str:
 def _example(group: Group) -> Rollout:
     """A failed answer of a group that failed, else its first."""
     return next((rollout for rollout in group.rollouts if rollout.error), group.rollouts[0])
-
-
-def _record(step: int, reason: str, why: str, group: Group) -> dict[str, Json]:
-    """A line of dropped.jsonl: the task once, and each answer."""
-    answers = [shown(rollout) for rollout in group.rollouts[:MOST_ANSWERS]]
-    task = {key: answers[0][key] for key in ("env", "task", "prompt", "answer")}
-    rollouts = [{key: value for key, value in answer.items() if key not in task} for answer in answers]
-    head: dict[str, Json] = {"step": step, "time": time.time(), "reason": reason, "why": why, "group": group.id}
-    return {**head, **task, "rollouts": rollouts}

@@ -24,7 +24,7 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 """Called with the number of a step, from 1, and its metrics by name."""
 
 
-REWOUND = ("metrics.jsonl", "eval.jsonl", "dropped.jsonl")
+REWOUND = ("metrics.jsonl", "eval.jsonl")
 """Files whose rows of later steps are dropped when a run goes on: that future did not happen."""
 
 
@@ -164,10 +164,6 @@ class Telemetry:
             json_lines.replace(path, records)
 
         self._to_folder("rollouts", write)
-
-    def dropped(self, record: Mapping[str, Json]) -> None:
-        """Append a group that is not trained on to dropped.jsonl; the record has the ``step`` it was sampled for."""
-        self._append("dropped.jsonl", record)
 
     def evaluation(self, record: Mapping[str, Json]) -> None:
         """Append an evaluation to eval.jsonl and give its numbers to the loggers under ``eval/``.

@@ -84,7 +84,8 @@ class MetricsHistory:
         self.recipe = recipe
         self._start: list[Row] = []
         self._rows: deque[Row] = deque(maxlen=KEPT)
-        self._most: dict[str, float] = {}
+        self._scale = 1.0
+        """Scale of the main reward: 1, as most lie between 0 and 1, or its largest value so far."""
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
         """Append the metrics of a step; steps come in order."""
@@ -94,9 +95,8 @@ class MetricsHistory:
         self._rows.append((step, row))
         if len(self._start) < EARLIER and "demonstrations" not in scalars:
             self._start.append((step, row))
-        for name in (self.recipe.goal, *(f"reward/{bonus}" for bonus in self.recipe.bonuses)):
-            if math.isfinite(value := abs(row.get(name, 0.0))):
-                self._most[name] = max(self._most.get(name, 1.0), value)
+        if math.isfinite(reward := abs(row.get(self.recipe.goal, 0.0))):
+            self._scale = max(self._scale, reward)
 
     def newest(self, metric: str) -> float | None:
         """The newest step's value, finite or not."""
@@ -133,15 +133,11 @@ class MetricsHistory:
         level, before = now.mean(goal), then.mean(goal)
         if level is None or before is None:
             return False
-        return level - before > max(0.03 * self.scale(goal), math.hypot(now.error(goal), then.error(goal)))
+        return level - before > max(0.03 * self._scale, math.hypot(now.error(goal), then.error(goal)))
 
     def around(self, then: Window) -> Window:
         """A window long enough for a mean of rewards: the first steps are extended."""
         return then if len(then.rows) >= EARLIER // 2 else Window(tuple(self._start))
-
-    def scale(self, metric: str) -> float:
-        """Scale of a reward: 1, as most lie between 0 and 1, or the largest value so far."""
-        return self._most.get(metric, 1.0)
 
     def trend(self, then: Window) -> str:
         """How the main reward changed since an earlier window, in words; empty if it has no values."""
@@ -185,10 +181,6 @@ class RecipeOptions:
         rewards = [source.get("rewards") or {} for source in sources.values()] or [config.get("rewards") or {}]
         weights = [{name: _weight(spec) for name, spec in each.items()} for each in rewards]
         goals = {max(each, key=lambda name: each[name]) for each in weights if each}
-        self.bonuses: Mapping[str, float] = {
-            name: weight for each in weights for name, weight in each.items() if name not in goals and weight
-        }
-        """Weight of each reward that is not the largest of any environment."""
         self.goal = "reward" if not goals else "accuracy" if len(weights) > 1 else f"reward/{next(iter(goals))}"
         """Metric of the main reward."""
         self.off_policy = bool(config.get("max_lag") or config.get("broker")) or bool(self.get("replay.size"))

@@ -11,6 +11,8 @@ import msgspec
 from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer, completion_rows, require
 from tandem.types import Json
 
+FLUSH_SECONDS = 10
+"""Numbers are on disk after at most this many seconds."""
 _WRITER = "torch.utils.tensorboard"
 """torch's writer, which needs the tensorboard package."""
 
@@ -19,11 +21,6 @@ _WRITER = "torch.utils.tensorboard"
 class Tensorboard(MetricsLogger):
     """Write TensorBoard event files; look at them with ``tensorboard --logdir runs``."""
 
-    folder: str = "tensorboard"
-    """Where the event files go, relative to the run folder."""
-    flush_seconds: int = 10
-    """Numbers are on disk after at most this many seconds."""
-
     def check(self) -> None:
         """See that tensorboard can be imported."""
         require("tensorboard.summary.writer.event_file_writer", "tensorboard")
@@ -31,10 +28,10 @@ class Tensorboard(MetricsLogger):
     def open(self, info: RunInfo) -> Writer:
         """Open a new event file; after a resume TensorBoard forgets what came after the step it starts from."""
         self.check()
-        folder = info.folder / self.folder
+        folder = info.folder / "tensorboard"
         resumes = any(folder.glob("events.out.tfevents.*"))
         events = require(_WRITER, "tensorboard").SummaryWriter(
-            str(folder), purge_step=info.resumed_step + 1 if resumes else None, flush_secs=self.flush_seconds
+            str(folder), purge_step=info.resumed_step + 1 if resumes else None, flush_secs=FLUSH_SECONDS
         )
         if not resumes:
             recipe = msgspec.json.format(msgspec.json.encode(info.config, enc_hook=str), indent=2)
@@ -42,7 +39,7 @@ class Tensorboard(MetricsLogger):
         return _TensorboardWriter(events)
 
 
-class _TensorboardWriter:
+class _TensorboardWriter(Writer):
     def __init__(self, events: Any) -> None:
         self._events = events
 
@@ -50,16 +47,8 @@ class _TensorboardWriter:
         for name, value in scalars.items():
             self._events.add_scalar(name, value, step)
 
-    def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
-        self.write(step, scalars)
-        self._events.flush()
-
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
-        if name == "alarm":
-            text = f"**{fields['seen']}**\n\n{fields['means']}\n\n{fields['change']}"
-            self._events.add_text(f"alarms/{fields['alarm']}", text, fields["step"])
-            self._events.flush()
-        elif name == "completions":
+        if name == "completions":
             rows = completion_rows(fields)
             pages = ("\n\n".join(f"**{column}**\n\n{_block(value)}" for column, value in row.items()) for row in rows)
             text = "\n\n---\n\n".join(pages).encode("utf-8", "replace").decode()

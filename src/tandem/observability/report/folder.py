@@ -15,7 +15,7 @@ from tandem.types import Json
 
 Row = dict[str, Json]
 
-FILES = ("config.yaml", "metrics.jsonl", "events.jsonl", "eval.jsonl", "dropped.jsonl", "rollouts")
+FILES = ("config.yaml", "metrics.jsonl", "events.jsonl", "eval.jsonl", "rollouts")
 """What a run writes as it goes, and is read here or by the page."""
 STARTS = ("run_started", "resumed")
 ENDS = {"run_done": "finished", "interrupted": "interrupted", "run_failed": "failed", "stalled": "failed"}

@@ -145,7 +145,7 @@ function toolbar() {
   const say = () => { const n = VIEW.smooth * DATA.series.share; text.textContent = n === 1 ? "none" : `mean of ${n} steps`; };
   const slider = el("input", { type: "range", min: 0, max: windows.length - 1, value: start, disabled: windows.length < 2, "aria-label": "smoothing", oninput: (e) => { VIEW.smooth = windows[e.target.value]; say(); VIEW.plots.forEach((plot) => plot.draw()); } });
   say();
-  const links = [DATA.now && DATA.now.state !== "ended" && ["#now", "Now"], ["#curves", "Curves"], DATA.rollouts.steps.length && ["#rollouts", "Rollouts"], DATA.answers.length && ["#answers", "Held-out answers"], DATA.dropped.length && ["#dropped", "Dropped groups"], ["#numbers", "Numbers"], ["#recipe", "Recipe"]].filter(Boolean);
+  const links = [DATA.now && DATA.now.state !== "ended" && ["#now", "Now"], ["#curves", "Curves"], DATA.rollouts.steps.length && ["#rollouts", "Rollouts"], DATA.answers.length && ["#answers", "Held-out answers"], ["#numbers", "Numbers"], ["#recipe", "Recipe"]].filter(Boolean);
   return el("div", { class: "bar row spread" }, el("nav", {}, links.map(([href, name]) => el("a", { href }, name))),
     el("div", { class: "row" }, el("label", {}, "Smoothing", slider, text), el("span", { id: "at", "aria-live": "off" })));
 }
@@ -283,16 +283,6 @@ function answers() {
   }
   show("all");
   return el("section", { id: "answers" }, el("h2", {}, paired ? "Held-out answers, before and after" : "Held-out answers"), el("p", { class: "lead" }, paired ? "The same unseen tasks, answered by the first and by the last policy." : "Unseen tasks, answered once so far."), paired ? el("div", { class: "group-of", style: { "margin-top": "12px" } }, buttons) : null, host);
-}
-
-// ---- groups that were dropped
-
-function dropped() {
-  if (!DATA.dropped.length) return null;
-  const group = (row) => el("details", { class: "card pair" },
-    el("summary", {}, el("span", {}, el("span", { class: "chip flat" }, row.why)), el("span", { class: "snippet" }, row.prompt), el("span", { class: "gold" }, row.answer)),
-    el("div", { class: "two" }, row.rollouts.map((r, i) => said(`step ${row.step}, answer ${i + 1}${r.truncated ? ", cut" : ""}`, { reward: r.reward, text: r.error || r.text }))));
-  return el("section", { id: "dropped" }, el("h2", {}, "Dropped groups"), el("p", { class: "lead" }, "Some of the groups that were not trained on, with what was said and earned: where all answers earn the same there is nothing to learn."), el("div", { class: "pairs" }, DATA.dropped.map(group)));
 }
 
 // ---- numbers, events, recipe

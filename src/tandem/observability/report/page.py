@@ -90,7 +90,6 @@ PARTS: Mapping[str, tuple[tuple[str, ...], Callable[[RunFolder], Row]]] = {
     ),
     "rollouts": (("rollouts",), lambda run: {"rollouts": samples.collect(run)}),
     "answers": (("eval.jsonl",), lambda run: {"answers": samples.answers(run)}),
-    "dropped": (("dropped.jsonl",), lambda run: {"dropped": samples.dropped(run)}),
     "recipe": (("config.yaml",), lambda run: {"config": run.config_text}),
 }
 """What the page shows of a run: by part, the files it is read from, and its JSON values."""

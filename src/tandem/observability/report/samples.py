@@ -8,7 +8,6 @@ from typing import TypedDict, TypeVar
 
 import msgspec
 
-from tandem.observability import json_lines
 from tandem.observability.report.folder import Row, RunFolder
 from tandem.types import Json
 
@@ -194,11 +193,6 @@ def _fitting(rows: list[Json], most_bytes: int) -> list[Json]:
     while rows and len(msgspec.json.encode(rows)) > most_bytes:
         rows = evenly(rows, len(rows) // 2)
     return rows
-
-
-def dropped(run: RunFolder, most: int = 40, most_bytes: int = 600_000) -> list[Json]:
-    """Groups that were not trained on, of those kept in dropped.jsonl: chosen evenly, first and last included."""
-    return _fitting(evenly(json_lines.sample(run.path / "dropped.jsonl", most), most), most_bytes)
 
 
 def _by_task(row: Row) -> dict[str, tuple[Row, Row]]:

@@ -1,9 +1,9 @@
 // What begins: a report draws the data in it, a live page asks for them again and again.
 
 const app = document.getElementById("app");
-const BUILD = { head, now, alarms, cards, toolbar, curves, rollouts, answers, dropped, numbers, recipe, foot: () => el("footer", {}, DATA.live ? "" : `Made by Tandem from the run folder on ${new Date(1000 * DATA.made).toLocaleString()}. This page loads nothing from the network.`) };
+const BUILD = { head, now, alarms, cards, toolbar, curves, rollouts, answers, numbers, recipe, foot: () => el("footer", {}, DATA.live ? "" : `Made by Tandem from the run folder on ${new Date(1000 * DATA.made).toLocaleString()}. This page loads nothing from the network.`) };
 /** Which sections a part of the data is shown in. */
-const SHOWN = { now: ["now"], curves: ["head", "cards", "curves", "numbers"], events: ["head", "alarms", "curves", "numbers"], rollouts: ["rollouts"], answers: ["answers"], dropped: ["dropped"], recipe: ["recipe"] };
+const SHOWN = { now: ["now"], curves: ["head", "cards", "curves", "numbers"], events: ["head", "alarms", "curves", "numbers"], rollouts: ["rollouts"], answers: ["answers"], recipe: ["recipe"] };
 const sections = {};
 
 function build(name) {
