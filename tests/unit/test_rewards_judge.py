@@ -185,6 +185,57 @@ def test_an_answer_without_a_score_costs_its_rollout() -> None:
     assert metrics["grading/failed_bad_value"] == 3.0
 
 
+# siblings
+
+
+def relative(scores: dict[str, str]) -> Callable[[str, int], Any]:
+    """Scores each reply of the question in the order in which it stands there."""
+
+    def script(question: str, times: int) -> Any:
+        replies = re.findall(r"\[Reply (\d+)\]\n(\w+)", question)
+        text = "\n".join(f"Reply {number}: {scores[reply]}" for number, reply in replies)
+        usage = {"prompt_tokens": 30, "completion_tokens": 10, "total_tokens": 40}
+        return web.json_response({"choices": [{"message": {"content": f"Well.\n{text}"}}], "usage": usage})
+
+    return script
+
+
+def test_siblings_are_scored_against_each_other_by_a_rubric_and_without_an_answer() -> None:
+    server = FakeServer()
+    server.script = relative({"a": "9", "b": "2", "c": "5.5"})
+    got, _ = judged(group("a", "b", "a", "c"), server, relative=True, rubric=["It is right.", "It is brief."])
+    assert [rollout.reward for rollout in got] == pytest.approx([0.9, 0.2, 0.9, 0.55])
+    (request,) = server.requests
+    question = request["messages"][0]["content"]
+    assert question.count("[Reply ") == 3
+    assert "\n[Criteria]\n1. It is right.\n2. It is brief.\n" in question
+    assert [rollout.metrics for rollout in got] == [{"judge/tokens": 10.0}] * 4
+
+
+def test_disagreement_is_the_share_of_replies_that_a_second_look_scores_otherwise() -> None:
+    server = FakeServer()
+    looks: list[str] = []
+
+    def script(question: str, times: int) -> Any:
+        looks.append(question)
+        first = re.findall(r"\[Reply 1\]\n(\w+)", question)[0]
+        return relative({"a": "6", "b": "9" if first == "b" else "2"})(question, times)
+
+    server.script = script
+    got, _ = judged(group("a", "b"), server, relative=True, samples=2)
+    assert len(set(looks)) == 2  # in another order each
+    assert [rollout.metrics["judge/disagreement"] for rollout in got] == [0.0, 1.0]
+    assert [rollout.reward for rollout in got] == pytest.approx([0.6, 0.55])
+
+
+def test_a_sibling_without_a_score_is_lost_alone() -> None:
+    server = FakeServer()
+    server.script = says("Reply 1: 5\nReply 3: 8")
+    got, _ = judged(group("a", "b", "c"), server, relative=True)
+    assert [rollout.reward for rollout in got] == [0.5, None, 0.8]
+    assert "found no score" in got[1].error
+
+
 def test_what_was_said_is_remembered() -> None:
     server = FakeServer()
 
@@ -267,6 +318,8 @@ def test_what_would_never_be_answered_ends_the_run(code: int) -> None:
         ({"template": "{prompt}"}, "template must have {reply} in it"),
         ({"pattern": "("}, "pattern '(' is no regular expression"),
         ({"pattern": r"\d"}, r"pattern '\\d' must have a group"),
+        ({"relative": True, "pattern": r"(\d)"}, "must have groups around a reply's number and its score"),
+        ({"rubric": ["x"], "template": "{reply}"}, "template must have {rubric} in it"),
         ({"lowest": 10.0}, "highest must be above lowest (10), got 10"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"concurrency": 0}, "concurrency must be at least 1"),

@@ -30,12 +30,28 @@ _TEMPLATE = """Grade an assistant's reply.
 
 [Reply]
 {reply}
-
+{rubric}
 [Your task]
 How good is the reply, from {lowest} (wrong or useless) to {highest} (right, complete and clear)? Say briefly why, \
 then end with a line "Score: N"."""
 
 _PATTERN = r"(?im)^[^\w\n-]*(?:score[^\w\n-]*)?(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?[^\w\n]*$"
+
+_RELATIVE_TEMPLATE = """Compare an assistant's replies to the same question.
+
+[Question]
+{prompt}
+
+[Reference answer, if there is one]
+{answer}
+
+{reply}
+{rubric}
+[Your task]
+How good is each reply beside the others, from {lowest} (the worst there could be) to {highest} (the best)? \
+Replies that differ in quality get different scores. Say briefly why, then end with a line "Reply N: SCORE" for each."""
+
+_RELATIVE_PATTERN = r"(?im)^[^\w\n]*reply (\d+)[^\w\n-]*(-?\d+(?:\.\d+)?)"
 
 _NEVER = (401, 403, 404)
 """Statuses that no other question would change: a wrong key, URL or model."""
@@ -47,8 +63,20 @@ _SLACK = 10.0
 """Seconds beyond the deadline after which the judge's process is thought to hang."""
 _MOST_ANSWERS = 10_000
 """Answers that a grading process remembers."""
+_SAME = 0.1
+"""Scores of one reply agree if they are as near as this, of the whole scale."""
 
-_remembered: dict[str, str] = {}
+_remembered: dict[tuple[str, int], str] = {}
+
+
+class ReplyQuestion(NamedTuple):
+    """A question, and the place of a rollout's reply in it."""
+
+    question: str
+    sample: int
+    """Which of the times that the reply is judged this is."""
+    number: int = 0
+    """Of the reply among its siblings, from 1; 0: it is alone in the question."""
 
 
 class Answer(NamedTuple):
@@ -75,9 +103,17 @@ class Judge(GroupReward):
     """What the server calls the judge."""
     template: str = _TEMPLATE
     """The question; {prompt}, {reply}, {answer}, {lowest}, {highest} and {column} of the task's meta are filled in."""
+    relative: bool = False
+    """Score the siblings of a group against each other, in one question: {reply} is then all of them, numbered, each
+    with all that was said after the task's prompt."""
+    rubric: list[str] = field(default_factory=list)
+    """Criteria that the judge is to go by, which {rubric} in the template stands for."""
+    samples: int = bounded(1, least=1)
+    """How often each reply is judged; the mean counts, and judge/disagreement is the share of replies whose scores lie
+    further apart than a tenth of the scale. With ``relative`` the siblings stand in another order each time."""
     pattern: str = _PATTERN
     """Regular expression whose first group is the score; its last match counts. As it is: a line with nothing but a
-    number, 'Score: 7' or '7/10'."""
+    number, 'Score: 7' or '7/10'. With ``relative`` its groups are a reply's number and the score: 'Reply 2: 7'."""
     lowest: float = 0.0
     """Score that is a reward of 0."""
     highest: float = 10.0
@@ -106,7 +142,9 @@ class Judge(GroupReward):
             problems.append("template must have {reply} in it, or the judge would not see what it judges")
         if not -math.inf < self.lowest < self.highest < math.inf:
             problems.append(f"highest must be above lowest ({self.lowest:g}), got {self.highest:g}")
-        if problem := _pattern_problem(self.pattern):
+        if self.rubric and "{rubric}" not in self._texts[0]:
+            problems.append("template must have {rubric} in it, or the judge would not see the rubric")
+        if problem := _pattern_problem(self._texts[1], 1 + self.relative):
             problems.append(problem)
         if problems:
             raise ConfigError("\n".join(problems))
@@ -116,29 +154,38 @@ class Judge(GroupReward):
         if self.key_variable and not os.environ.get(self.key_variable):
             raise RewardError(f"reward judge: key_variable: {self.key_variable} is not set in the environment")
 
+    @property
+    def _texts(self) -> tuple[str, str]:
+        """Template and pattern; those for siblings where the recipe has none of its own."""
+        if not self.relative:
+            return self.template, self.pattern
+        template = _RELATIVE_TEMPLATE if self.template == _TEMPLATE else self.template
+        return template, _RELATIVE_PATTERN if self.pattern == _PATTERN else self.pattern
+
     async def scores(self, rollouts: Sequence[Rollout]) -> Outcome:
         """One verdict per rollout; raises ValueError if the template names what a task does not have."""
         from tandem.http import HttpClient  # loads aiohttp
 
-        questions = [self._question(rollout) for rollout in rollouts]
+        questions = self._questions(rollouts)
         gate = asyncio.Semaphore(self.concurrency)
         key = os.environ.get(self.key_variable, "") if self.key_variable else ""
         base = self.url.rstrip("/").removesuffix("/chat/completions")
         client = HttpClient(f"{base}/chat/completions", key, kind="judge", most_bytes=_MOST_BYTES)
 
-        async def ask(question: str) -> Answer | Failure:
+        async def ask(question: str, sample: int) -> Answer | Failure:
             body = json.dumps(self._body(question))
-            if (known := _remembered.get(base + body)) is not None:
+            if (known := _remembered.get((base + body, sample))) is not None:
                 return Answer(known)
             async with gate:
                 answer = await self._ask(client, body)
             if isinstance(answer, Answer):
-                _remembered[base + body] = answer.text
+                _remembered[base + body, sample] = answer.text
                 if len(_remembered) > _MOST_ANSWERS:
                     del _remembered[next(iter(_remembered))]
             return answer
 
-        answers = {question: asyncio.ensure_future(ask(question)) for question in dict.fromkeys(questions)}
+        distinct = dict.fromkeys((each.question, each.sample) for one in questions for each in one)
+        answers = {question: asyncio.ensure_future(ask(*question)) for question in distinct}
         try:
             await asyncio.wait(answers.values(), timeout=self.deadline_seconds)
         finally:
@@ -147,10 +194,32 @@ class Judge(GroupReward):
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
             await client.close()
+        scores = [
+            [self._verdict(answers[each.question, each.sample], each.number) for each in one] for one in questions
+        ]
         results = [task.result() for task in answers.values() if not task.cancelled()]
         tokens = sum(answer.tokens for answer in results if isinstance(answer, Answer)) / len(rollouts)
-        verdicts: list[Verdict] = [self._verdict(answers[question]) for question in questions]
-        return Outcome(verdicts, [{"judge/tokens": tokens}] * len(rollouts))
+        metrics = [{"judge/tokens": tokens, **_disagreement(one)} for one in scores]
+        return Outcome([_mean(one) for one in scores], metrics)
+
+    def _questions(self, rollouts: Sequence[Rollout]) -> list[list[ReplyQuestion]]:
+        """What is asked about each rollout."""
+        times = range(self.samples)
+        if not self.relative:
+            questions = [self._question(rollout, *_last_reply(rollout)) for rollout in rollouts]
+            return [[ReplyQuestion(question, sample) for sample in times] for question in questions]
+        begun = rollouts[0].task.prompt
+        replies = [_transcript(rollout.messages[len(begun) :]) for rollout in rollouts]
+        distinct, orders = list(dict.fromkeys(replies)), []
+        for sample in times:
+            first = sample % len(distinct)
+            order = distinct[first:] + distinct[:first]
+            text = "\n\n".join(f"[Reply {number}]\n{reply}" for number, reply in enumerate(order, 1))
+            orders.append((self._question(rollouts[0], _transcript(begun), text), order))
+        return [
+            [ReplyQuestion(question, sample, order.index(reply) + 1) for sample, (question, order) in enumerate(orders)]
+            for reply in replies
+        ]
 
     async def _ask(self, client: HttpClient, question: str) -> Answer | Failure:
         """The judge's words, or why there are none; asks again while the server is away."""
@@ -190,18 +259,19 @@ class Judge(GroupReward):
     def call_seconds(self) -> float:
         return self.deadline_seconds + _SLACK
 
-    def _question(self, rollout: Rollout) -> str:
-        spoken = [at for at, message in enumerate(rollout.messages) if message.role == "assistant"]
+    def _question(self, rollout: Rollout, prompt: str, reply: str) -> str:
+        rubric = "".join(f"{number}. {criterion}\n" for number, criterion in enumerate(self.rubric, 1))
         fields = {
             **rollout.task.meta,
-            "prompt": _transcript(rollout.messages[: spoken[-1]] if spoken else rollout.messages),
-            "reply": rollout.final_message,
+            "prompt": prompt,
+            "reply": reply,
+            "rubric": f"\n[Criteria]\n{rubric}" if rubric else "",
             "answer": rollout.task.answer,
             "lowest": f"{self.lowest:g}",
             "highest": f"{self.highest:g}",
         }
         try:
-            return _PLACE.sub(lambda place: str(column(fields, place[1])), self.template)
+            return _PLACE.sub(lambda place: str(column(fields, place[1])), self._texts[0])
         except KeyError as error:
             missing, has = error.args[0], ", ".join(fields)
             raise ValueError(f"template names {{{missing}}}; task {rollout.task.id} has: {has}") from None
@@ -216,15 +286,17 @@ class Judge(GroupReward):
         }
         return {name: value for name, value in body.items() if value is not None}
 
-    def _verdict(self, task: asyncio.Task[Answer | Failure]) -> float | Failure:
+    def _verdict(self, task: asyncio.Task[Answer | Failure], number: int) -> float | Failure:
         if task.cancelled():
             return Failure("away", f"had no answer from {redacted(self.url)} within {self.deadline_seconds:g} s")
         answer = task.result()
         if isinstance(answer, Failure):
             return answer
-        matches = [match for match in re.finditer(self.pattern, answer.text) if match[1]]
+        matches = [match for match in re.finditer(self._texts[1], answer.text) if match[1]]
+        if number:
+            matches = [match for match in matches if match[1] == str(number)]
         try:
-            score = float(matches[-1][1])
+            score = float(matches[-1][2 if number else 1])
         except (IndexError, ValueError):
             return Failure("bad_value", f"found no score in the judge's answer ...{answer.text[-60:]!r}")
         if not self.lowest <= score <= self.highest:
@@ -238,10 +310,28 @@ def _transcript(messages: Sequence[Message]) -> str:
     return "\n\n".join(m.content if len(messages) == 1 else f"{m.role}: {m.content}" for m in messages)
 
 
-def _pattern_problem(pattern: str) -> str | None:
+def _last_reply(rollout: Rollout) -> tuple[str, str]:
+    """All before the policy's last reply, and that."""
+    spoken = [at for at, message in enumerate(rollout.messages) if message.role == "assistant"]
+    return _transcript(rollout.messages[: spoken[-1]] if spoken else rollout.messages), rollout.final_message
+
+
+def _mean(scores: Sequence[float | Failure]) -> Verdict:
+    """The mean of a reply's scores, or why one of them is missing."""
+    failures = [each for each in scores if isinstance(each, Failure)]
+    return failures[0] if failures else sum(each for each in scores if isinstance(each, float)) / len(scores)
+
+
+def _disagreement(scores: Sequence[float | Failure]) -> dict[str, float]:
+    numbers = [each for each in scores if isinstance(each, float)]
+    return {"judge/disagreement": float(max(numbers) - min(numbers) > _SAME)} if len(numbers) > 1 else {}
+
+
+def _pattern_problem(pattern: str, least: int) -> str | None:
     """What is wrong with a regular expression for the score."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
         return f"pattern {pattern!r} is no regular expression: {error}"
-    return None if groups else f"pattern {pattern!r} must have a group (in brackets) around the score"
+    needed = "a group (in brackets) around the score" if least == 1 else "groups around a reply's number and its score"
+    return None if groups >= least else f"pattern {pattern!r} must have {needed}"
