@@ -72,6 +72,11 @@ def by_column(solution, **kwargs): return [float(gold) for gold in solution]
 def undecorated(*args, **kwargs): return accuracy(*args, **kwargs)
 def any_keyword(**kwargs): return [float(len(c)) for c in kwargs["completions"]]
 def native(rollout, **options): return float(rollout.text)
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, strict=False):
+    assert not strict
+    return {"score": float(solution_str == ground_truth), "acc": 0.5, "pred": solution_str}
+def told(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    return float([data_source, solution_str, ground_truth, extra_info] == ["gsm8k", "7", {"target": 7}, {"index": 3}])
 def spoils(prompts, completions, numbers, info, **kwargs):
     assert all(prompt == prompts[-1] for prompt in prompts)
     prompts[0][0]["content"] = completions[0][0]["content"] = "spoilt"
@@ -127,11 +132,19 @@ def of(name: str, **options: Any) -> Function:
         ("undecorated", [1.0, 0.0]),
         ("any_keyword", [1.0, 1.0]),
         ("native", [7.0, 8.0]),
+        ("compute_score", [1.0, 0.0]),
     ],
 )
 def test_calling_conventions_are_told_by_parameters(name: str, expected: list[float]) -> None:
     got = graded({"f": of(name)}, group("7", "8", solution="7"))
     assert [rollout.reward for rollout in got] == expected, got[0].error
+
+
+def test_a_function_of_verl_is_given_a_row_of_verl_and_its_numbers_are_metrics() -> None:
+    row = {"data_source": "gsm8k", "reward_model": {"ground_truth": {"target": 7}}, "extra_info": {"index": 3}}
+    assert [rollout.reward for rollout in graded({"f": of("told")}, group("7", "8", **row))] == [1.0, 0.0]
+    (got,) = graded({"f": of("compute_score")}, group("7"))
+    assert (got.reward, got.metrics) == (1.0, {"acc": 0.5})
 
 
 @pytest.mark.parametrize("order", [("spoils", "spoils_own"), ("spoils_own", "spoils")])
@@ -270,6 +283,10 @@ def sys_path() -> list[str]:
         ("f: {kind: function}", "rewards.f (function) needs 'path'"),
         ("trl_functions.accuracy: {weight: 1, colour: red}", "a plain function takes no option 'colour'"),
         ("trl_functions.Plugin: 1.0", "trl_functions:Plugin is a type, not a dataclass"),
+        (
+            "judge: {url: 'http://x/v1', model: m, retries: 0, backoff_seconds: 2}",
+            "rewards.judge.backoff_seconds changes nothing",
+        ),
         ("cosine_length: {max_tokens: 9}", "rewards.cosine_length (cosine_length) needs 'accuracy'"),
         ("cosine_length: {accuracy: numbr, max_tokens: 9}", "there is no 'numbr' in rewards; did you mean 'number'?"),
     ],

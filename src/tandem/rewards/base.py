@@ -39,7 +39,7 @@ class Reward(ABC):
     """A number for one finished rollout. A frozen dataclass whose fields are its options.
 
     It must pickle, and never imports torch. A plain function by import path works too: ``f(rollout)``, or with TRL's
-    signature ``f(completions, **columns)``; each may be async.
+    signature ``f(completions, **columns)``, or verl's ``compute_score``; each may be async.
 
     Example:
         >>> import tandem

@@ -1,4 +1,4 @@
-"""Calling conventions of rewards: a part, ``f(rollout)``, or TRL's ``f(completions, **columns)``."""
+"""Calling conventions of rewards: a part, ``f(rollout)``, TRL's ``f(completions, **columns)``, or verl's."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from tandem.types import TEXT, Message, Rollout
 
 _TRL = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
 """Parameters that TRL's reward functions have beside columns."""
+_VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
+"""Parameters of verl's ``compute_score``, of which each has ``solution_str``."""
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a data set that reward functions get in another shape."""
@@ -62,8 +64,8 @@ class Called:
     """A reward with its calling convention."""
 
     call: Callable[..., Any]
-    """Of a rollout, of rollouts, or of columns."""
-    shape: Literal["rollout", "rollouts", "columns"]
+    """Of a rollout, of rollouts, of columns, or of one answer as verl has it."""
+    shape: Literal["rollout", "rollouts", "columns", "verl"]
     """What it is called with."""
     is_async: bool
     """True if its calls wait rather than compute, so that several go on at once."""
@@ -84,6 +86,8 @@ class Called:
         log = _Log(len(rollouts))
         if self.shape != "columns":
             rollouts = [_copied(rollout) for rollout in rollouts]
+        if self.shape == "verl":
+            return self.call(**self._accepted(_verl(rollouts[0]))), log
         if self.shape == "rollout":
             return self.call(rollouts[0]), log
         if self.shape == "rollouts":
@@ -94,6 +98,10 @@ class Called:
         """What that comes to, once it was awaited."""
         if isinstance(value, Outcome):
             return value
+        if self.shape == "verl" and isinstance(value, Mapping):
+            for name in value.keys() - {"score"}:
+                log.extra(name, [value[name]])
+            return Outcome([_verdict(value["score"])], log.rows if any(log.rows) else ())
         if not self.takes_groups:
             return Outcome([_verdict(value)])
         values = value.tolist() if hasattr(value, "tolist") else value
@@ -124,7 +132,10 @@ class Called:
         columns["trainer_state"] = SimpleNamespace(**known)
         columns["log_metric"], columns["log_extra"] = log.metric, log.extra
         columns |= self.more(rollouts) if self.more else {}
-        return columns if self.accepts is None else {k: v for k, v in columns.items() if k in self.accepts}
+        return self._accepted(columns)
+
+    def _accepted(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return arguments if self.accepts is None else {k: v for k, v in arguments.items() if k in self.accepts}
 
 
 class FunctionReward(Reward):
@@ -170,12 +181,14 @@ def plain(function: Callable[..., Any], *, text: bool = False) -> Called:
     by_name = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     accepts = None if open_ended else frozenset(by_name)
+    if "solution_str" in by_name:
+        return Called(call=function, shape="verl", is_async=is_async, accepts=frozenset(by_name & _VERL))
     if by_name & _TRL or (open_ended and "rollout" not in by_name):
         return Called(call=function, shape="columns", is_async=is_async, accepts=accepts, text=text)
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
-        forms = "f(rollout) or f(completions, **columns)"
+        forms = "f(rollout), f(completions, **columns), or f(data_source, solution_str, ground_truth, extra_info)"
         raise TypeError(f"it takes ({', '.join(parameters)}); expected {forms}") from error
     return Called(call=function, shape="rollout", is_async=is_async)
 
@@ -191,6 +204,19 @@ def _copied(rollout: Rollout) -> Rollout:
     """The rollout with everything that can be changed copied; siblings share their task."""
     task = replace(rollout.task, meta=copy.deepcopy(rollout.task.meta))
     return replace(rollout, task=task, rewards=dict(rollout.rewards), metrics=dict(rollout.metrics))
+
+
+def _verl(rollout: Rollout) -> dict[str, Any]:
+    """Arguments of verl's ``compute_score``, from rows as verl has them or from any others."""
+    meta = rollout.task.meta
+    model = meta.get("reward_model")
+    gold = model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else rollout.task.answer
+    return {
+        "data_source": meta.get("data_source", rollout.task.env),
+        "solution_str": rollout.text,
+        "ground_truth": gold,
+        "extra_info": meta.get("extra_info") or {},
+    }
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
