@@ -6,10 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from support.brokers import ENV, Client, group, play, served
+from support.brokers import ENV, Client, env_spec, group, play, run_parameters, served, some
 
 from tandem_broker.journal import Ledger
 from tandem_broker.queue.records import StoreOptions
+from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.keys import Keys
 
 KEYS = Keys(trainer="trains", environments="alice, bob")
@@ -78,10 +79,20 @@ def test_owners_are_known_after_a_restart(tmp_path: Path) -> None:
     assert b"alice" not in (tmp_path / "ledger.sqlite").read_bytes()
 
 
-def test_names_of_environments_are_printable() -> None:
+def test_names_of_environments_are_printable_and_forgotten(tmp_path: Path) -> None:
     async def scene(client: Client) -> None:
         await client.begin()
         reply = await client.post("/register-env", {**ENV, "desired_name": "\x1b[31mred\r" + "x" * 3000})
         assert reply.json["wandb_name"] == "�[31mred�" + "x" * 191 + "_0"
 
     play(scene)
+    store = GroupQueue(StoreOptions(max_environments=20))
+    store.register(run_parameters(batch_size=4, max_token_len=8))
+    store.take(0.0)
+    assert store.register_env(env_spec(name="stays", max_token_length=8), 0.0)
+    for place in range(500):
+        other = some(store.register_env(env_spec(name=f"n{place}", max_token_length=8), 0.0))
+        store.disconnect(other.env_id, 0.0)
+    assert len(store.tenants.by_id) <= 20
+    again = some(store.register_env(env_spec(name="stays", max_token_length=8), 0.0))
+    assert again.wandb_name == "stays_1", "one that is there keeps its count"

@@ -28,7 +28,7 @@ from tandem_broker.queue.tenants import Item
 pytestmark = pytest.mark.slow
 
 OPTIONS = StoreOptions(
-    max_groups=24, max_bytes=24 * 9,
+    max_groups=24, max_bytes=24 * 9, max_env_groups=16, max_env_bytes=16 * 9, max_environments=6,
     heartbeat_seconds=60.0, key_seconds=500.0, max_keys=20,
 )  # fmt: skip
 RUNS = st.sampled_from([4, 6, 8])
@@ -122,7 +122,11 @@ class Promises(RuleBasedStateMachine):
     def environment_registers(self, group_size: int, share: float | None, weight: float, key: str | None) -> None:
         spec = env_spec(name="e", max_token_length=8, weight=weight, group_size=group_size, min_batch_allocation=share)
         known = self.store.tenants.by_key.get(key or "")
-        ticket = self.store.register_env(spec, self.now, key=key)
+        try:
+            ticket = self.store.register_env(spec, self.now, key=key)
+        except Busy:
+            assert len(self.store.tenants.by_id) == OPTIONS.max_environments
+            return
         assert (ticket is None) == (not self.store.started)
         if ticket is not None and known is not None:
             assert ticket.env_id == known.env_id
@@ -154,7 +158,9 @@ class Promises(RuleBasedStateMachine):
             tenant = self.store.tenants.of(env)
             waits = tenant.sequences["queued"] + tenant.sequences["buffered"]
             assert self.store.waiting.next_batch() is not None or waits >= batch_size
-            assert len(self.store.waiting.items) >= OPTIONS.max_groups
+            assert (
+                len(self.store.waiting.items) >= OPTIONS.max_groups or tenant.groups.total() >= OPTIONS.max_env_groups
+            )
             return
         known = key is not None and self.now - self.keys.get(key, -1e9) <= OPTIONS.key_seconds
         assert (receipt.kind == "duplicate") == known

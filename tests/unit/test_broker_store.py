@@ -304,6 +304,18 @@ def test_a_full_queue_lets_in_what_a_share_waits_for() -> None:
     assert names(store.take(0.0)) == ["6", "0"]
 
 
+def test_environments_are_bounded() -> None:
+    store = started(4, StoreOptions(max_environments=2))
+    first = joined(store)
+    joined(store)
+    with pytest.raises(Busy):
+        joined(store)
+    store.disconnect(first, 0.0)
+    assert joined(store) == 2
+    with pytest.raises(GroupRefused):
+        store.status_env(first, 0.0)
+
+
 def test_environments_follow_the_steps_of_a_trainer_that_tells_them() -> None:
     """It may take several batches for one step; the last step is done when nothing is out any more."""
     store = GroupQueue()

@@ -60,7 +60,7 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        options = StoreOptions(max_bytes=held_bytes)
+        options = StoreOptions(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
         limits, keys = BodyLimits(body_bytes=body_bytes), Keys(trainer=trainer, environments=environments)
         with contextlib.ExitStack() as opened:
             store = GroupQueue(options)

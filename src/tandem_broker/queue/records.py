@@ -39,6 +39,12 @@ class StoreOptions:
     """Most groups held (buffered, queued and leased) before submissions are put off."""
     max_bytes: int = 2 << 30
     """Most payload bytes held before submissions are put off; they are in memory."""
+    max_env_groups: int = 150_000
+    """Most groups held of one environment; anonymous submissions count as one environment."""
+    max_env_bytes: int = 1 << 30
+    """Most payload bytes held of one environment."""
+    max_environments: int = 10_000
+    """Most environments known; beyond it one that is gone and holds nothing is forgotten."""
     heartbeat_seconds: float = 60.0
     """An environment not heard from for this long has no weight and no minimum share until it is heard again."""
     key_seconds: float = 86_400.0

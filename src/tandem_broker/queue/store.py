@@ -111,6 +111,9 @@ class GroupQueue:
         """A new environment, or under a known ``key`` the one it was before. None: wait for the trainer to start.
 
         ``owner`` is whose key it was registered with.
+
+        Raises:
+            Busy: too many environments are known and none can be forgotten.
         """
         self._advance(now)
         if self.run is None or not self.started:

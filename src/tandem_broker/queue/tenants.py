@@ -12,7 +12,7 @@ import msgspec
 from tandem_broker.protocol.messages import EnvRegistration, EnvStatus
 from tandem_broker.protocol.submission import GroupEntry
 from tandem_broker.queue.formation import minimums
-from tandem_broker.queue.records import Journal, State, StoreOptions
+from tandem_broker.queue.records import Busy, Journal, State, StoreOptions
 
 WEIGHT_FLOOR = 0.01
 ANONYMOUS = EnvRegistration(desired_name="anonymous", max_token_length=0, weight=0.0, group_size=1)
@@ -124,9 +124,14 @@ class Tenants:
         return self.anonymous if env_id is None else self.by_id.get(env_id, self.anonymous)
 
     def register(self, spec: EnvRegistration, now: float, key: str | None, owner: str = "") -> Tenant:
-        """A new environment, or the one that gave this key before."""
+        """A new environment, or the one that gave this key before.
+
+        Raises:
+            Busy: the most are known, and none of them is gone.
+        """
         tenant = self.by_key.get(key) if key is not None else None
         if tenant is None:
+            self._make_room()
             names = {tenant.name for tenant in self.by_id.values()}
             name = next(name for n in count() if (name := f"{spec.desired_name}_{n}") not in names)
             tenant = Tenant(env_id=self.next_id, spec=spec, name=name, heard=now, key=key, owner=owner)
@@ -148,6 +153,20 @@ class Tenants:
         self.next_id = max(self.next_id, tenant.env_id + 1)
         if tenant.key is not None:
             self.by_key[tenant.key] = tenant
+
+    def _make_room(self) -> None:
+        """One more must fit: of those that are gone and hold nothing, the one silent for longest is forgotten."""
+        if len(self.by_id) < self.options.max_environments:
+            return
+        gone = [tenant for tenant in self.by_id.values() if not tenant.live and not tenant.groups.total()]
+        if not gone:
+            raise Busy(f"{len(self.by_id)} environments are registered, the most this broker takes")
+        oldest = min(gone, key=lambda tenant: tenant.heard)
+        assert oldest.env_id is not None
+        del self.by_id[oldest.env_id]
+        if oldest.key is not None:
+            del self.by_key[oldest.key]
+        self.journal.noted(f"env:{oldest.env_id}", None)
 
     def after_reset(self) -> Tenants:
         """All connected environments, none of which takes part until heard again; ids go on."""
