@@ -14,7 +14,7 @@ from support.tiers import long_but
 
 from tandem_broker.server.bodies import BodyLimits
 
-LIMITS = BodyLimits(body_bytes=300_000, seconds=1.0)
+LIMITS = BodyLimits(body_bytes=300_000, idle_seconds=1.0)
 
 FINE = {200, 400, 401, 403, 404, 405, 408, 413, 422, 429, 503}
 
@@ -50,7 +50,7 @@ def test_mutated_messages(seed: int) -> None:
                     body = damaged(body, draw)
             reply = await client.call(method, path, body, **headers)
             assert reply.status in FINE, (method, path, value, reply.body[:500])
-            for get in ("/batch", "/latest_example", "/status?detail=1"):
+            for get in ("/batch", "/latest_example", "/status?detail=1", "/metrics"):
                 reply = await client.get(get)
                 assert reply.status == 200, (get, reply.body[:500])
         await still_works(client)

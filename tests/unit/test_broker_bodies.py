@@ -66,3 +66,17 @@ def test_pieces_are_counted_as_they_come() -> None:
         assert client.broker.bodies.pending == 0
 
     play(scene, limits=BodyLimits(pending_bytes=2_400_000, inflation=10_000))
+
+
+def test_a_body_that_comes_too_slowly_is_given_up() -> None:
+    async def scene(client: Client) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
+        writer.write(HEAD.format(3 * INLINE_BYTES).encode())
+        answer = asyncio.ensure_future(reader.readline())
+        while not answer.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.01)
+        assert b" 408 " in answer.result()
+        writer.close()
+
+    play(scene, limits=BodyLimits(slow_seconds=0.2))

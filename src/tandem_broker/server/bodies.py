@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +36,12 @@ class BodyLimits:
     pending_bytes: int = 512 << 20
     """Most bytes of all bodies being read, as sent; beyond it clients are asked to come back. One is inflated at a
     time."""
-    seconds: float = 120.0
-    """How long a body may take to come."""
+    idle_seconds: float = 30.0
+    """Longest pause within a body."""
+    slow_seconds: float = 120.0
+    """After this a body must have come at ``slow_bytes`` a second."""
+    slow_bytes: int = 16 << 10
+    """Least bytes a second of a body that takes long."""
 
 
 class RequestRejected(Exception):
@@ -111,19 +116,25 @@ class Bodies:
 
     async def _collected(self, request: web.Request, most: int, grow: Grow) -> bytes:
         """Collect a body's pieces. Of one that does not say how long it is, each is reserved as it comes."""
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self.limits.seconds):
-                while chunk := await request.content.readany():
-                    body += chunk
-                    if len(body) > most:
-                        raise _too_large(len(body), most)
-                    if request.content_length is None:
-                        grow(len(chunk))
-        except TimeoutError:
-            why = f"the body took more than {self.limits.seconds:g} s; {len(body)} bytes came"
-            raise RequestRejected(408, why) from None
-        return bytes(body)
+        chunks: list[bytes] = []
+        size, began = 0, time.monotonic()
+        while True:
+            try:
+                async with asyncio.timeout(self.limits.idle_seconds):
+                    chunk = await request.content.readany()
+            except TimeoutError:
+                raise RequestRejected(408, f"nothing of the body came for {self.limits.idle_seconds:g} s") from None
+            if not chunk:
+                return b"".join(chunks)
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > most:
+                raise _too_large(size, most)
+            if request.content_length is None:
+                grow(len(chunk))
+            seconds = time.monotonic() - began
+            if seconds > self.limits.slow_seconds and size < seconds * self.limits.slow_bytes:
+                raise RequestRejected(408, f"the body took {seconds:.0f} s for its first {size} bytes")
 
     @contextmanager
     def _reserved(self) -> Iterator[Grow]:

@@ -1,16 +1,20 @@
-"""Listens for clients.
+"""Listens for clients, and bounds their connections.
 
-The sockets are opened before anything else, so that clients of a starting broker wait instead of being refused.
+The sockets are opened before anything else, so that clients of a starting broker wait instead of being refused. When
+all connections are taken, the one that has been silent for longest makes room.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import socket
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from tandem.errors import BrokerError
 from tandem.ports import http_url
@@ -20,6 +24,9 @@ if TYPE_CHECKING:
 
 BACKLOG = 1024
 """Connections that may wait to be accepted: environments open a new one for every request."""
+OTHER_DESCRIPTORS = 128
+"""Descriptors that connections leave to files and listening sockets."""
+MOST_DESCRIPTORS = 1 << 16
 SYSTEMD_SOCKET = 3
 """Descriptor of a socket that systemd holds: then no client is refused even between two processes."""
 READ_BYTES = 1 << 20
@@ -48,9 +55,90 @@ def listening(host: str, port: int) -> Sequence[socket.socket]:
     return sockets
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds on connections."""
+
+    most: int
+    """Connections at one time."""
+    header_seconds: float = 10.0
+    """From the connection to the end of the first request's headers."""
+    idle_seconds: float = 5.0
+    """A connection that has been silent for so long may have to make room for another."""
+
+
+def descriptor_limits() -> ConnectionLimits:
+    """Allow as many connections as the system has descriptors for, raising its limit as far as it goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return ConnectionLimits(most=max(16, wanted - OTHER_DESCRIPTORS))
+
+
+class _ConnectionGuard:
+    """Stands before the protocol of one connection, until it is closed.
+
+    ``guards`` are those of open connections, the one that has been silent for longest first.
+    """
+
+    def __init__(self, inner: Any, limits: ConnectionLimits, guards: OrderedDict[_ConnectionGuard, None]) -> None:
+        self._inner = inner
+        self._limits = limits
+        self._guards = guards
+        self._loop = asyncio.get_running_loop()
+        self._heard = self._loop.time()
+        self._has_headers = False
+        self._head = b""
+        self._transport: Any = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """What the guard doesn't look at goes straight to the protocol."""
+        return getattr(self._inner, name)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        guards, limits = self._guards, self._limits
+        if len(guards) >= limits.most:
+            silent = next(iter(guards))
+            if silent._has_headers and self._loop.time() - silent._heard < limits.idle_seconds:
+                self._transport.abort()
+                return
+            silent._close()
+        guards[self] = None
+        self._timer = self._loop.call_later(limits.header_seconds, self._close)
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = self._loop.time()
+        if self in self._guards:
+            self._guards.move_to_end(self)
+        if not self._has_headers:
+            self._head = (self._head + data)[-3 - len(data) :]
+            self._has_headers = b"\r\n\r\n" in self._head
+            if self._has_headers and self._timer is not None:
+                self._timer.cancel()
+        self._inner.data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._guards.pop(self, None)
+        if self._timer is not None:  # else it was never let in
+            self._timer.cancel()
+            self._inner.connection_lost(exc)
+
+    def _close(self) -> None:
+        self._guards.pop(self, None)
+        self._transport.abort()
+
+
 @asynccontextmanager
 async def serving(
-    broker: BrokerServer, host: str, port: int, sockets: Sequence[socket.socket] = ()
+    broker: BrokerServer,
+    host: str,
+    port: int,
+    sockets: Sequence[socket.socket] = (),
+    limits: ConnectionLimits | None = None,
 ) -> AsyncIterator[str]:
     """Answer requests at an address; port 0 is a free one. Gives the URL.
 
@@ -59,6 +147,7 @@ async def serving(
         host: for the URL, and to listen at if there are no ``sockets``.
         port: the same.
         sockets: opened beforehand by ``listening``.
+        limits: bounds on connections; None: as the system's limit on descriptors allows.
 
     Raises:
         BrokerError: the address cannot be had.
@@ -73,15 +162,23 @@ async def serving(
         shutdown_timeout=5.0,
         keepalive_timeout=KEEPALIVE_SECONDS,
     )
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection has a descriptor
     await runner.setup()
+    servers: list[asyncio.Server] = []
     try:
+        assert runner.server is not None
+        serve, limits, loop = runner.server, limits or descriptor_limits(), asyncio.get_running_loop()
+        guards: OrderedDict[_ConnectionGuard, None] = OrderedDict()
+
+        def guarded() -> Any:
+            return _ConnectionGuard(serve(), limits, guards)
+
         sockets = sockets or listening(host, port)
         address = sockets[0].getsockname()
         for opened in sockets:
-            await web.SockSite(runner, opened, backlog=BACKLOG).start()
+            servers.append(await loop.create_server(guarded, sock=opened, backlog=BACKLOG))
         yield http_url(host, address[1])
     finally:
+        for server in servers:
+            server.close()
         await runner.cleanup()
         broker.bodies.close()
