@@ -283,10 +283,6 @@ def sys_path() -> list[str]:
         ("f: {kind: function}", "rewards.f (function) needs 'path'"),
         ("trl_functions.accuracy: {weight: 1, colour: red}", "a plain function takes no option 'colour'"),
         ("trl_functions.Plugin: 1.0", "trl_functions:Plugin is a type, not a dataclass"),
-        (
-            "judge: {url: 'http://x/v1', model: m, retries: 0, backoff_seconds: 2}",
-            "rewards.judge.backoff_seconds changes nothing",
-        ),
         ("cosine_length: {max_tokens: 9}", "rewards.cosine_length (cosine_length) needs 'accuracy'"),
         ("cosine_length: {accuracy: numbr, max_tokens: 9}", "there is no 'numbr' in rewards; did you mean 'number'?"),
     ],
