@@ -303,7 +303,7 @@ def _adapter(**factors: float) -> Inject:
         return lambda: other(adapter())
 
     lent = instead(_engine, "slots_of_ranks", asynchronous)
-    own = instead(lambda bench: bench.second.adapter._trained, "adapter", of_second)
+    own = instead(lambda bench: bench.second.own, "adapter", of_second)
     return _of_rank(instead(_engine, "adapt", asynchronous), lent if "r" in factors else own)
 
 
@@ -488,7 +488,7 @@ WAYS: Mapping[int, Mapping[str, tuple[Fault, ...]]] = {
         "restart merged": (*RESTART_WEIGHTS, *ALIKE),
         "restart lora": (
             *RESTART,
-            Fault(name="nothing loaded after the restart", by="checksum", inject=instead(_engine, "load", _skipped)),
+            Fault(name="nothing loaded after the restart", by="refused", inject=instead(_engine, "load", _skipped)),
             Fault(name="another alpha in the adapter's folder", by="checksum", inject=_loaded(_other_alpha)),
             *ALIKE,
         ),
