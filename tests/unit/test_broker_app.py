@@ -88,7 +88,7 @@ def test_a_body_that_stops_coming_is_given_up() -> None:
         assert b" 408 " in await reader.readline()
         writer.close()
 
-    play(scene, limits=small(seconds=0.05))
+    play(scene, limits=small(idle_seconds=0.05))
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "nonsense"])

@@ -118,7 +118,7 @@ class Local:
         if self.store.run is None:
             raise NotRegistered("the broker says: no trainer has registered")
         lease, max_lag = lease if self.leases else None, max_lag if self.drops else None
-        taken = self.store.take(self.now, "t", lease=lease, policy=policy, max_lag=max_lag)
+        taken = self.store.take(self.now, lease=lease, policy=policy, max_lag=max_lag)
         if taken is None:
             self.on_empty()
             return None
