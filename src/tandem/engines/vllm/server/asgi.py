@@ -38,6 +38,7 @@ _STATUS = {
     "VLLMUnprocessableEntityError": 422,
     "VLLMClientError": 400,
     "EngineDeadError": 503,
+    "MsgspecError": 503,  # an answer of its core that cannot be read, after which vLLM reads no more
 }
 
 
