@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.atropos_peers import until
 
-from tandem.errors import EngineError
+from tandem.errors import BrokerError, EngineError
+from tandem.ports import free_port
 from tandem_compat.atropos.rules import RunningEngine, read
-from tandem_compat.atropos.services import running_engine, served_model
+from tandem_compat.atropos.services import require_broker, running_engine, served_model
 from tandem_compat.table import Reader
 
 INFO = {"engine": "abc", "model": "m", "context": 64, "logprobs": "processed_logprobs", "apart": True}
@@ -79,14 +83,17 @@ def test_what_does_not_speak_http_is_no_server() -> None:
         port = listener.getsockname()[1]
 
         def greet() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(1 << 12)
-                connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1 << 12)
+                    connection.sendall(b"SSH-2.0-OpenSSH\r\n")
 
         thread = threading.Thread(target=greet)
         thread.start()
         assert running_engine(flags(port), {}) is None
+        with pytest.raises(BrokerError, match="nobody answers"):
+            require_broker(f"http://127.0.0.1:{port}", 0.0)
         thread.join()
 
 
@@ -120,3 +127,35 @@ def test_an_environment_takes_the_engine_s_model() -> None:
         served_model(f"http://localhost:{port}/v1")
     with pytest.raises(EngineError, match=rf"no engine answers at http://localhost:{port} "):
         served_model(f"http://localhost:{port}/v1", seconds=0.1)
+
+
+# The broker
+
+
+def test_a_broker_that_is_not_there_is_an_error_with_its_url() -> None:
+    port = free_port()
+    with pytest.raises(BrokerError, match=rf"nobody answers at http://localhost:{port} .*run-api"):
+        require_broker(f"http://localhost:{port}", 0.1)
+
+
+@pytest.mark.slow
+def test_a_broker_that_is_there_is_not_waited_for() -> None:
+    for status in (200, 401):
+        with listening(status, {}) as port:
+            require_broker(f"http://localhost:{port}", 0.0)
+
+
+@pytest.mark.slow
+def test_the_first_sigterm_ends_the_wait_for_a_broker(tmp_path: Path, tiny_model: Path) -> None:
+    port = free_port()
+    words = ["--model", str(tiny_model), "--atropos-url", f"http://localhost:{port}", "--vllm-port", str(free_port())]
+    command = [sys.executable, "-m", "tandem", "atropos-grpo", *words]
+    with (tmp_path / "said").open("wb") as output:
+        trainer = subprocess.Popen(command, stdout=output, stderr=output, cwd=tmp_path)
+    try:
+        until(lambda: "max_lag" in (tmp_path / "said").read_text(), "the flags to be read", 60)
+        trainer.terminate()
+        assert trainer.wait(20) != 0
+    finally:
+        trainer.kill()
+        trainer.wait()

@@ -1,9 +1,11 @@
-"""Engines that run already, as Atropos' commands expect them."""
+"""Running services that an Atropos command expects: the engine that the trainer is to use, and the broker."""
 
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
+import logging
 import time
 import urllib.error
 import urllib.request
@@ -11,16 +13,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import EngineError
+from tandem.errors import BrokerError, EngineError
 from tandem_compat.atropos.rules import RunningEngine
 from tandem_compat.table import Reader
+
+log = logging.getLogger(f"tandem.{__name__}")
 
 MOST_BYTES = 1 << 20
 """Of a response that is read."""
 LOOK_SECONDS = 3.0
-"""How long one look at an engine may take."""
+"""How long one look at an engine or a broker may take."""
 ENGINE_SECONDS = 1800.0
 """How long an engine may be absent before an environment ends."""
+BROKER_SECONDS = 25.0
+"""How long a broker may be absent: with the start of the command that makes 30 s, as in Atropos."""
 
 
 def running_engine(flags: Reader, environ: Mapping[str, str]) -> RunningEngine | None:
@@ -54,6 +60,19 @@ def get_json(url: str, key: str = "") -> tuple[int, Any]:
         return 0, None
 
 
+def _answer(url: str, key: str, seconds: float) -> tuple[int, Any]:
+    """Status and JSON of a GET; for a server that is starting it is waited so long."""
+    deadline = time.monotonic() + seconds
+    for attempt in itertools.count():
+        status, answer = get_json(url, key)
+        if 0 < status < 500 or time.monotonic() >= deadline:
+            break
+        if attempt == 0:
+            log.warning("nothing answers at %s yet; it is waited for", url)
+        time.sleep(0.5)
+    return status, answer
+
+
 def served_model(url: str, key: str = "", seconds: float = ENGINE_SECONDS) -> str:
     """Name under which an engine serves its model, also its tokenizer's place; waits for an engine that is starting.
 
@@ -61,11 +80,7 @@ def served_model(url: str, key: str = "", seconds: float = ENGINE_SECONDS) -> st
         EngineError: no server responds, or it does not name its model.
     """
     root = url.rstrip("/").removesuffix("/v1")
-    deadline = time.monotonic() + seconds
-    status, info = get_json(f"{root}/bridge/info", key)
-    while not 0 < status < 500 and time.monotonic() < deadline:
-        time.sleep(0.5)
-        status, info = get_json(f"{root}/bridge/info", key)
+    status, info = _answer(f"{root}/bridge/info", key, seconds)
     if isinstance(info, dict) and isinstance(info.get("model"), str):
         return str(info["model"])
     if not 0 < status < 500:
@@ -75,3 +90,13 @@ def served_model(url: str, key: str = "", seconds: float = ENGINE_SECONDS) -> st
     if models:
         return str(models[0].get("root") or models[0]["id"])
     raise EngineError(f"engine {root} does not say what it serves (status {status}): give --env.tokenizer_name")
+
+
+def require_broker(url: str, seconds: float = BROKER_SECONDS) -> None:
+    """Wait for a broker that is about to start, before the model and the engine are loaded for nothing.
+
+    Raises:
+        BrokerError: no server responds.
+    """
+    if not _answer(url, "", seconds)[0]:
+        raise BrokerError(f"nobody answers at {url} (--atropos-url) within {seconds:g} s; start it: tandem run-api")

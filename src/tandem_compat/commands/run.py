@@ -21,7 +21,7 @@ from tandem.config.loading import Loaded, from_options
 from tandem_compat import swift
 from tandem_compat.atropos import server
 from tandem_compat.atropos.rules import read
-from tandem_compat.atropos.services import running_engine
+from tandem_compat.atropos.services import require_broker, running_engine
 from tandem_compat.sharding import started_ranks
 from tandem_compat.table import Translation
 
@@ -37,6 +37,7 @@ def atropos(values: Mapping[str, Any], overrides: Sequence[str], *, show: bool, 
 
     Raises:
         ConfigError: a flag is wrong, or asks for what cannot be had.
+        BrokerError: there is no broker.
     """
     flags = read({**({"weight-bridge-mode": ["shared_vllm"], "benchmark": True} if unified else {}), **values})
     running = None if unified else running_engine(flags, os.environ)
@@ -125,6 +126,8 @@ def _loaded(translation: Translation, overrides: Sequence[str], source: Path) ->
 def _trained(translation: Translation, overrides: Sequence[str], source: Path) -> Path:
     """Train as the recipe says; the run's folder."""
     config = _loaded(translation, overrides, source).config
+    if config.broker is not None:
+        require_broker(config.broker.url)
     from tandem.trainer import assemble  # only now: a mistake is told before the rest has loaded
 
     return run_to_end(assemble.train(config, resume=None))
