@@ -169,10 +169,12 @@ def test_special_tokens_must_be_the_tokenizers(read: Read, tiny_model: Path) -> 
     assert read(own).options is not None
     with pytest.raises(ConfigError, match=r"eos_token '</s>' is not the tokenizer's, '<\|im_end\|>'"):
         read({**own, "special_tokens": {"eos_token": "</s>"}})
+    with pytest.raises(ConfigError, match="cannot be compared with the tokenizer's"):
+        read({"special_tokens": {"eos_token": "</s>"}, "base_model": str(tiny_model / "none")})
 
 
 def test_show_prints_a_recipe_of_the_same_run(read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    read({"trl.num_iterations": 2, "logging_steps": 5})
+    read({"trl.num_iterations": 2})
     with pytest.raises(SystemExit) as stopped:
         cli.main(["train", "a.yaml", "steps=3", "loss.clip_high=0.5", "--show"])
     assert stopped.value.code == 0

@@ -35,6 +35,8 @@ FASTER = ("liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin")
 """Plug-ins that change no result: what they switch on is a matter of speed."""
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
+_NARROWING = {"trl.top_p": (1.0,), "trl.top_k": (0, -1), "trl.min_p": (0.0,)}
+"""Options that narrow what may be sampled, and their values that do not."""
 _ANYWHERE = ("0.0.0.0", "::", "")
 """Addresses to listen at that mean this machine to a client."""
 _STARTED = ("tensor_parallel_size", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization")
@@ -52,6 +54,7 @@ def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     _advantage(recipe)
     _loss(recipe)
     _reference(recipe)
+    _differences(recipe)
     _again(recipe)
     _engine(recipe)
     read_replicas(recipe)
@@ -78,9 +81,6 @@ def _conditions(recipe: AxolotlRecipe) -> dict[str, bool]:
         "sync_ref_model": bool(recipe["trl.beta"] and recipe["trl.sync_ref_model"]),
         "lr_scheduler: cosine": recipe["lr_scheduler"] == "cosine",
         "warm-up": recipe["lr_scheduler"] != "constant",
-        "held-out rows": bool(recipe["val_set_size"] or recipe["test_datasets"]),
-        "replay_buffer_size": bool(recipe["trl.replay_buffer_size"]),
-        "reroll_start_fraction": recipe["trl.reroll_start_fraction"] != 1,
         "vllm": bool(vllm),
         "server": bool(vllm and not colocated),
         "colocate": bool(vllm and colocated),
@@ -107,10 +107,12 @@ def _model(recipe: AxolotlRecipe) -> None:
 
 def _template(recipe: AxolotlRecipe) -> None:
     template, jinja = recipe["chat_template"], recipe["chat_template_jinja"]
-    if (template == "jinja") != bool(jinja):
-        recipe.wrong("chat_template", "jinja goes with chat_template_jinja: the template as text or the path of a file")
-    elif jinja:
+    if template == "jinja" and jinja:
         recipe.copy("chat_template_jinja", "chat_template")
+    elif template == "jinja":
+        recipe.wrong("chat_template", "jinja needs the template in chat_template_jinja, as text or the path of a file")
+    elif jinja:
+        recipe.wrong("chat_template_jinja", "it is read with chat_template: jinja alone; write that, or leave this out")
     elif template.startswith("tokenizer_default") or _brought_by(recipe["base_model"] or "", template):
         return
     elif template in templates():
@@ -144,7 +146,11 @@ def _check_tokens(recipe: AxolotlRecipe, tokens: Mapping[str, Json]) -> None:
     """Special tokens must be the tokenizer's: what ends an answer is what the engine and the model were told."""
     from tandem.model.policy import load_tokenizer
 
-    tokenizer = load_tokenizer(recipe["base_model"] or "")
+    try:
+        tokenizer = load_tokenizer(recipe["base_model"] or "")
+    except TandemError as error:
+        recipe.wrong("special_tokens", f"they cannot be compared with the tokenizer's: {error}")
+        return
     for key, text in tokens.items():
         if (expected := getattr(tokenizer, key, None)) != text:
             recipe.wrong("special_tokens", f"{key} {text!r} is not the tokenizer's, {expected!r}; leave it out")
@@ -164,6 +170,8 @@ def _adapter(recipe: AxolotlRecipe) -> None:
     modules = recipe["lora_target_modules"]
     if recipe["lora_target_linear"] or modules == "all-linear":
         recipe.put("trainable.target_modules", "all-linear", "lora_target_linear", "lora_target_modules")
+        if modules and modules != "all-linear":
+            recipe.nothing("lora_target_modules", "lora_target_linear adapts every linear layer")
     elif modules:
         recipe.copy("lora_target_modules", "trainable.target_modules")
     else:
@@ -172,7 +180,10 @@ def _adapter(recipe: AxolotlRecipe) -> None:
 
 def _precision(recipe: AxolotlRecipe) -> None:
     half = recipe.get("bf16", not recipe["float32"])
-    recipe.put("dtype", "bfloat16" if half else "float32", "bf16", "float32")
+    if half and recipe["float32"]:
+        recipe.nothing("float32", "bf16 says the type of the weights; leave one of them out")
+    dtype = "bfloat16" if half else "float32"
+    recipe.put("dtype", dtype, "bf16", "float32")
     if recipe["fp8"]:
         recipe.put("matmul", "fp8", "fp8")
     if (checkpointing := recipe["gradient_checkpointing"]) is not None:
@@ -217,19 +228,29 @@ def _steps(recipe: AxolotlRecipe, groups: int) -> int:
 def _optimizer(recipe: AxolotlRecipe, steps: int) -> None:
     offload = "the offload" if recipe.sharding.offload_optimizer else ""
     put_optimizer(recipe, "optimizer", "lr_scheduler", recipe["learning_rate"], offload)
+    if recipe["optimizer"] == "adafactor":
+        recipe.note("optimizer", "the rate is relative here: a tensor moves by it times its root mean square")
     if "learning_rate" not in recipe.places:
         recipe.problems.add(recipe.file.where, "missing 'learning_rate'")
-    if (updates := recipe["warmup_steps"]) is not None:  # Axolotl, whose first rate is 0, makes one step two
-        warmup = recipe.per_step(2 if updates == 1 else updates)
-    else:
-        warmup = math.ceil(recipe["warmup_ratio"] * steps)
-    if warmup and recipe["lr_scheduler"] != "constant":
+    if recipe["lr_scheduler"] != "constant" and (warmup := _warmup(recipe, steps)):
         recipe.put("optimizer.warmup_steps", warmup, "warmup_steps", "warmup_ratio")
+
+
+def _warmup(recipe: AxolotlRecipe, steps: int) -> int:
+    """Steps of warm-up; by default Axolotl's with rl: grpo, three in a hundred.
+
+    It does not know there how many steps there are, so that the share is rounded up, and has no bound.
+    """
+    if (updates := recipe["warmup_steps"]) is not None:
+        return recipe.per_step(2 if updates == 1 else updates)  # Axolotl, whose first rate is 0, makes one step two
+    warmup: int = math.ceil(recipe["warmup_ratio"] * steps)
+    return warmup
 
 
 def _rewards(recipe: AxolotlRecipe) -> None:
     names: list[str] = recipe["trl.reward_funcs"]
     weights: list[float] = recipe.get("trl.reward_weights", [1.0] * len(names))
+    recipe.note("trl.reward_funcs", "an answer of which every reward is None is left out; in TRL it counts as 0")
     if not names:
         recipe.wrong("trl.reward_funcs", "name at least one function, such as rewards.accuracy_reward")
     if len(names) != len(weights):
@@ -252,6 +273,8 @@ def _advantage(recipe: AxolotlRecipe) -> None:
     usual = "normalize_then_sum" if recipe["rl"] == "gdpo" else "sum_then_normalize"
     aggregation, scale = recipe.get("trl.multi_objective_aggregation", usual), recipe["trl.scale_rewards"]
     if aggregation == "normalize_then_sum":
+        if scale not in (True, "group"):
+            recipe.nothing("trl.scale_rewards", "normalize_then_sum standardises each reward by itself")
         recipe.put("advantage", "gdpo", "trl.multi_objective_aggregation", "rl")
     else:
         recipe.put("advantage", objective.SCALES[str(scale)], "trl.scale_rewards")
@@ -264,6 +287,10 @@ def _loss(recipe: AxolotlRecipe) -> None:
     sampled = _against_the_sampler(recipe)
     differ = recipe["trl.num_iterations"] > 1 or sampled
     objective.put_clips(recipe, kind, "trl.", differ=differ)
+    read = ("trl.epsilon_high" if "trl.epsilon_high" in recipe else "trl.epsilon") if kind == "cispo" else ""
+    for option in ("trl.epsilon", "trl.epsilon_high") if kind in ("cispo", "sapo") or not differ else ():
+        if option in recipe and option != read:
+            recipe.nothing(option, f"with {kind} and num_iterations {recipe['trl.num_iterations']} it clips nothing")
     whence = ("trl.generation_batch_size", "trl.replay_buffer_size", _CORRECTION)
     recipe.put("old_logprobs", "sampled" if sampled else "recomputed", *whence)
     _corrections(recipe, sampled=sampled)
@@ -285,6 +312,10 @@ def _against_the_sampler(recipe: AxolotlRecipe) -> bool:
     if several:
         recipe.note("trl.generation_batch_size", f"{recipe.generated} steps at once, with ratios to the sampler")
     replays = bool(recipe["trl.replay_buffer_size"])
+    if replays and recomputed and not _weighed(recipe):
+        recipe.note("trl.replay_recompute_logps", "ratios are to the sampler: no correction weighs their age")
+    elif not replays and not recomputed:
+        recipe.nothing("trl.replay_recompute_logps", "nothing is replayed")
     return several or (replays and not (recomputed and _weighed(recipe)))
 
 
@@ -318,6 +349,17 @@ def _reference(recipe: AxolotlRecipe) -> None:
         objective.put_reference(recipe, "trl.", ratio_corrected=_ratio_corrected(recipe))
 
 
+def _differences(recipe: AxolotlRecipe) -> None:
+    """What is computed otherwise than in TRL on purpose, in a line each where it matters to this file."""
+    loss, masked = recipe["trl.loss_type"], "trl.mask_truncated_completions"
+    if narrow := [path for path, off in _NARROWING.items() if recipe.get(path, off[0]) not in off]:
+        recipe.note(narrow[0], "logprobs are of the tokens that may be sampled; TRL's of the whole vocabulary")
+    if recipe[masked] and loss in ("grpo", "dr_grpo"):
+        recipe.note(masked, f"with {loss} the loss is divided by the answers left; TRL counts the masked ones, too")
+    if recipe["trl.importance_sampling_level"] == "sequence" and recipe["trl.beta"] and _ratio_corrected(recipe):
+        recipe.note("trl.importance_sampling_level", "each token's KL is weighed by its own ratio; TRL: the sequence's")
+
+
 def _again(recipe: AxolotlRecipe) -> None:
     """Groups that are trained again, tasks that come again, and groups that are not trained."""
     if size := recipe["trl.replay_buffer_size"]:
@@ -326,6 +368,8 @@ def _again(recipe: AxolotlRecipe) -> None:
     if recipe[start] != 1:
         recipe.copy(start, "reroll.start_fraction")
         recipe.copy(most, "reroll.max_groups")
+    elif most in recipe:
+        recipe.nothing(most, "reroll_start_fraction is 1, so no task comes again")
     recipe.put("zero_variance_groups", "drop" if recipe[skips] else "keep", skips)
 
 
@@ -410,6 +454,8 @@ def _check_generated(recipe: AxolotlRecipe, option: str) -> None:
         recipe.wrong(option, f"{batch} is no multiple of the {completions} completions of a step")
     elif batch < completions and recipe["trl.num_iterations"] > 1:
         recipe.wrong(option, f"{batch} of a step's {completions} completions would be trained twice; leave it out")
+    elif batch < completions:
+        recipe.nothing(option, "all of a step is sampled by the same weights anyway")
 
 
 def _data(recipe: AxolotlRecipe) -> None:
@@ -431,6 +477,9 @@ def _saved(recipe: AxolotlRecipe, steps: int) -> None:
     evaluated = recipe.every("eval_steps", "evals_per_epoch", steps)
     if not (recipe["val_set_size"] or recipe["test_datasets"]):
         recipe.put("evaluate.tasks", 0, "val_set_size")
+        if evaluated:
+            by = "evals_per_epoch" if recipe["evals_per_epoch"] else "eval_steps"
+            recipe.nothing(by, "val_set_size and test_datasets hold no rows out")
     elif evaluated:
         recipe.put("evaluate.every", evaluated, "eval_steps")
     if saved := recipe.every("save_steps", "saves_per_epoch", steps):
