@@ -359,8 +359,8 @@ class Vllm(EngineSpec):
             "TANDEM_TRAINER": _process_identity(),
             "TANDEM_LINGER": str(self.linger_seconds),
             AT_ONCE: os.environ.get(AT_ONCE) or str(FEW),
-            # Arrays of an answer travel within its message. vLLM below 0.32 writes the next message over one that has
-            # arrays of their own while it is sent: pyzmq's tracker is that of the last part.
+            # Arrays of an answer travel within its message. vLLM 0.26, unlike 0.32, may write the next message over one
+            # that has parts of its own for arrays and is being sent: pyzmq's tracker is that of the last part.
             "VLLM_MSGPACK_ZERO_COPY_THRESHOLD": str(1 << 30),
             # Whatever is published to is checksummed, and what was repacked cannot be.
             "TANDEM_IN_PLACE": "1" if requirements.capability is not None else None,
