@@ -204,8 +204,9 @@ def _row(name: str) -> str:
     if experts:
         lora = max(lora, trained(name, Lora(rank=4, alpha=8, target_parameters=tuple(experts)), choice.packing))
         assert lora < CLOSE, name
-    adapted = "no linear layers" if name in NOT_LINEAR else f"{lora:.0e}{', and its experts' * bool(experts)}"
-    return f"| `{name}` | {choice.packing} | {full:.0e} | {adapted} | {far:.0e} | {cells(_PAGE)[name]} | {choice.why} |"
+    adapted = "no linear layers" if name in NOT_LINEAR else f"{lora:.0e}{', experts too' * bool(experts)}"
+    tree = choice.why.removeprefix("exact within ").removeprefix("as a tree ")
+    return f"| `{name}` | {choice.packing} | {full:.0e} | {adapted} | {far:.0e} | {cells(_PAGE)[name]} | {tree} |"
 
 
 def _page(rows: Sequence[str]) -> str:
@@ -237,11 +238,10 @@ What a tiny random model of each family does, in float32, beside transformers' o
 a small random copy of it is computed as a tree, and *plain* where that is wrong; `tandem check` says which
 ([performance](../design/performance.md)).
 
-{count} families are trained and sampled. *Full* and *LoRA*: relative distance of logits and gradient. *Embedded*:
-largest distance of a sampled token's logprob. LoRA's `all-linear` adapts no experts, which
-`trainable.target_parameters` names, and in a model of experts no other layers that are named as theirs.
+{count} families are trained and sampled. *Full*, *LoRA* and *As a tree*: relative distance of logits and gradient. *Embedded*:
+largest distance of a sampled token's logprob. LoRA adapts experts by `trainable.target_parameters` alone.
 *[vLLM](#vllm)*: how it is published to on a CPU.
 
-| Model type | Packing | Full | LoRA | Embedded | vLLM | Why |
+| Model type | Packing | Full | LoRA | Embedded | vLLM | As a tree |
 | --- | --- | --- | --- | --- | --- | --- |
 """
