@@ -238,8 +238,8 @@ What a tiny random model of each family does, in float32, beside transformers' o
 a small random copy of it is computed as a tree, and *plain* where that is wrong; `tandem check` says which
 ([performance](../design/performance.md)).
 
-{count} families are trained and sampled. *Full*, *LoRA* and *As a tree*: relative distance of logits and gradient. *Embedded*:
-largest distance of a sampled token's logprob. LoRA adapts experts by `trainable.target_parameters` alone.
+{count} families are trained and sampled. *Full*, *LoRA* and *As a tree*: relative distance of logits and gradient.
+*Embedded*: largest distance of a sampled token's logprob. LoRA adapts experts by `trainable.target_parameters` alone.
 *[vLLM](#vllm)*: how it is published to on a CPU.
 
 | Model type | Packing | Full | LoRA | Embedded | vLLM | As a tree |
