@@ -19,14 +19,10 @@ import stat
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tandem.errors import TransportError
-from tandem.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from tandem.lazy import Tensor, torch
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where files are memory."""

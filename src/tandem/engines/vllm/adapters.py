@@ -11,16 +11,12 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tandem.engines.base import LoraAdapter
 from tandem.errors import EngineError
-from tandem.lazy import torch
+from tandem.lazy import Tensor, torch
 from tandem.transport import sharing
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tandem.engines.base import LoraAdapter
 
 
 def scaling(config: Mapping[str, Any]) -> float:
