@@ -15,8 +15,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import Store
-
 from tandem.distributed.channel import Channel
 from tandem.distributed.children import Children
 from tandem.distributed.placement import Placement
@@ -38,13 +36,6 @@ NAME = "ranks"
 def group_name(environ: Mapping[str, str] = os.environ) -> str:
     """Name of this start's group: torchrun keeps one store over restarts."""
     return f"{NAME}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def open_store(rendezvous: Rendezvous, environ: Mapping[str, str] = os.environ) -> tuple[Store, Rendezvous]:
-    """The store at which ranks meet: torchrun's own where it has one, else one that the lead serves."""
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return visit(rendezvous), rendezvous
-    return serve(rendezvous)
 
 
 class _Follower:
@@ -263,9 +254,10 @@ async def lead(
         RankError: one did not come.
     """
     host, port = ("127.0.0.1", 0) if placement is None else (placement.master_addr, placement.master_port)
-    store, rendezvous = open_store(
-        Rendezvous(host=host, port=port, world=world, backend="gloo", name=group_name(), seconds=seconds)
-    )
+    rendezvous = Rendezvous(host=host, port=port, world=world, backend="gloo", name=group_name(), seconds=seconds)
+    store = None  # torchrun serves one itself
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store, rendezvous = serve(rendezvous)
     ranks = Ranks(rendezvous, world)
     server = await asyncio.start_server(ranks.connected, host, 0)
     children = Children(logs)

@@ -264,7 +264,7 @@ alarm that comes and goes stays open."""
 class Notice:
     """An alarm that is raised, or over."""
 
-    alarm: str
+    alarm: Name
     """Its name."""
     step: int
     """The step after which it is reported."""
@@ -272,8 +272,6 @@ class Notice:
     """First step that showed it."""
     finding: Finding | None
     """None: it is over."""
-    metrics: tuple[str, ...] = ()
-    """Metrics concerned."""
 
     def fields(self) -> dict[str, Json]:
         """Fields of its event."""
@@ -281,7 +279,7 @@ class Notice:
         if self.finding is None:
             return head
         texts = {"seen": self.finding.seen, "means": self.finding.means, "change": self.finding.change}
-        return {**head, **texts, "metrics": list(self.metrics)}
+        return {**head, **texts, "metrics": list(METRICS[self.alarm])}
 
 
 @dataclass(slots=True)
@@ -320,7 +318,7 @@ class _Episode:
 
     def notice(self, finding: Finding, step: int) -> Notice:
         """The alarm, as of a step."""
-        return Notice(alarm=self.alarm, step=step, since=self.since, finding=finding, metrics=METRICS[self.alarm])
+        return Notice(alarm=self.alarm, step=step, since=self.since, finding=finding)
 
 
 class AlarmWatch:

@@ -210,23 +210,22 @@ def export_cuda(named: Mapping[str, Tensor]) -> Description:
 def _handle(name: str, storage: torch.UntypedStorage) -> dict[str, Any]:
     """By which another process opens a storage."""
     try:
-        index, handle, size, offset, counter, counter_offset, event, wait = storage._share_cuda_()
+        entry = dict(zip(_HANDLE, storage._share_cuda_(), strict=True))
     except RuntimeError as error:
         raise TransportError(f"{name} cannot be exported ({str(error).splitlines()[0]}); {_ADVICE}") from error
+    handle = entry["ipc_handle_b64"]
     # CUDA's own 64 bytes, or a version, a letter (c for cudaMalloc, e for an expandable segment) and torch's handle.
     if len(handle) != 64 and handle[1:2] == b"e":
         raise TransportError(f"{name} lies in an expandable segment; {_ADVICE}")
-    return {
-        "device_index": index,
-        "device_uuid": gpu_uuid(index),
-        "ipc_handle_b64": base64.b64encode(handle).decode(),
-        "storage_size": size,
-        "storage_offset": offset,
-        "ref_counter_handle_b64": base64.b64encode(counter).decode(),
-        "ref_counter_offset": counter_offset,
-        "event_handle_b64": base64.b64encode(event).decode(),
-        "event_sync_required": bool(wait),
-    }
+    encoded = {key: base64.b64encode(value).decode() for key, value in entry.items() if key.endswith("_b64")}
+    return {**entry, **encoded, "device_uuid": gpu_uuid(entry["device_index"])}
+
+
+_HANDLE = (
+    "device_index", "ipc_handle_b64", "storage_size", "storage_offset", "ref_counter_handle_b64", "ref_counter_offset",
+    "event_handle_b64", "event_sync_required",
+)  # fmt: skip
+"""What torch tells of a shared storage and takes to open it, in its order; bytes are in base64."""
 
 
 def attach(description: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -338,16 +337,8 @@ def open_storage(entry: Mapping[str, Any], offset: int) -> torch.UntypedStorage:
         TransportError: its GPU is not visible here, or CUDA refuses.
     """
     index = _device_index(entry)
-    arguments = (
-        index,
-        base64.b64decode(entry["ipc_handle_b64"]),
-        int(entry["storage_size"]),
-        offset,
-        base64.b64decode(entry["ref_counter_handle_b64"]),
-        int(entry["ref_counter_offset"]),
-        base64.b64decode(entry["event_handle_b64"]),
-        bool(entry["event_sync_required"]),
-    )
+    values = {**entry, "device_index": index, "storage_offset": offset}
+    arguments = [base64.b64decode(values[key]) if key.endswith("_b64") else values[key] for key in _HANDLE]
     try:
         torch.cuda.init()
         storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(*arguments)

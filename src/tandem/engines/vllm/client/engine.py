@@ -50,6 +50,8 @@ class VllmEngine(Engine):
 
     def __init__(self, fleet: Fleet, *, context: int, ends: Sequence[int]):
         self.fleet = fleet
+        self.servers: Sequence[EngineServer] = fleet.servers
+        """Where requests go: the fleet's own list."""
         self._context = context
         self._ends = list(ends)
         self._requirements = fleet.requirements
@@ -66,11 +68,6 @@ class VllmEngine(Engine):
         self._waves = Waves()
 
     # Life and death
-
-    @property
-    def servers(self) -> Sequence[EngineServer]:
-        """Where requests go."""
-        return self.fleet.servers
 
     async def start(self) -> None:
         """Start or find the servers."""

@@ -169,7 +169,7 @@ class _Parameters:
         if at < 0:
             return None
         start, name = self._sorted[at]
-        return name if tensor.data_ptr() - start < _bytes(self.named[name]) else None
+        return name if tensor.data_ptr() - start < self.named[name].nbytes else None
 
 
 class _Views(TorchDispatchMode):
@@ -368,7 +368,3 @@ def _bare(name: str) -> str:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
