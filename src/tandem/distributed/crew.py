@@ -99,10 +99,7 @@ class Ranks:
         gone = asyncio.ensure_future(lost)
         try:
             async with asyncio.timeout(seconds):
-                coming = waits.wait(
-                    self._all.wait(), owner=waits.actor("trainer"), reason="them to connect", on="the other ranks"
-                )
-                await unless(gone, coming)
+                await unless(gone, self._come())
         except TimeoutError:
             missing = [str(rank) for rank in range(1, self.world) if rank not in self._followers]
             raise RankError(
@@ -116,6 +113,10 @@ class Ranks:
             raise self.error
         if not self._all.is_set():
             raise RankError(await gone)
+
+    async def _come(self) -> None:
+        async with waits.waiting(waits.actor("trainer"), "them to connect", on="the other ranks"):
+            await self._all.wait()
 
     async def execute(
         self, command: str, body: Callable[[int], Any] | None, local: Coroutine[Any, Any, T]

@@ -47,6 +47,11 @@ class Flight(NamedTuple):
     """What it carries, by name; keeps the memory."""
 
 
+def _behind(flight: Flight) -> None:
+    """Have the current stream wait for it; for gloo, which has none, this thread. Raises what went wrong."""
+    flight.work.wait()
+
+
 def _from_rank_0(group: Any, piece: Tensor) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = 0
@@ -274,7 +279,7 @@ class Member(Sender):
         with self._side():
             if pack is not None:
                 for flight in list(flying)[-BUFFERS : 1 - BUFFERS]:  # used the same memory; of a host's, it is over
-                    flight.work.wait()
+                    _behind(flight)
                 pack(views)
             flying.append(Flight(_from_rank_0(self._group, memory[: bucket.size]), views))
         return flying[-1]
@@ -302,7 +307,7 @@ class Member(Sender):
     def _arrived(self, flight: Flight, flying: deque[Flight]) -> list[tuple[str, Tensor]]:
         """A bucket's tensors, for work on the current stream."""
         if self._stream is not None:
-            flight.work.wait()
+            _behind(flight)
         else:
             self._finish(flying.popleft())
         return flight.views
@@ -311,7 +316,7 @@ class Member(Sender):
         """Return once it is over; raise what went wrong, of torch's errors as they are: RuntimeError."""
         self._until(flight.work.is_completed)
         with self._side():
-            flight.work.wait()
+            _behind(flight)
         if self._stream is not None and (state := self._group.get_error().name) != "SUCCESS":
             raise RuntimeError(f"nccl reports {state}")
 

@@ -27,7 +27,6 @@ class Shared(WeightSync):
     engine's memory (CUDA IPC, or POSIX shared memory on a CPU), and the engine stands still while they are written.
     """
 
-    payloads: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
     capability: ClassVar[type] = ExportsWeights
     pause: ClassVar[Literal["step", "transfer", "never"]] = "step"
 
