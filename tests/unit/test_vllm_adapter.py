@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tandem.engines.base import EngineRequirements, LoraAdapter
 from tandem.engines.vllm.adapters import (
-    SHARED_NAME,
     AdapterWriter,
     scaling,
 )
@@ -527,7 +526,7 @@ def test_a_slot_is_lent_again_as_it_is_and_leaves_no_file(tmp_path: Path) -> Non
     slots, _ = engine()
     first, second = (slots.export(7, CONFIG, meta(adapter()), tmp_path)["key"] for _ in range(2))
     assert first == second, "what was attached stays so"
-    assert [path.name.startswith(SHARED_NAME) for path in tmp_path.iterdir()] == [True], "one file for both"
+    assert [path.name.startswith("tandem-adapter") for path in tmp_path.iterdir()] == [True], "one file for both"
     slots.remove(7)
     gc.collect()
     assert not list(tmp_path.iterdir())

@@ -147,6 +147,23 @@ class ExportedTensors:
         self._release()
 
 
+def export(named: Mapping[str, Tensor], path: Path) -> tuple[Description, ExportedTensors | None]:
+    """Lend tensors of one device, all alive and in place from now on; those on the host move to a new file.
+
+    Returns:
+        What ``attach`` needs, and what is to be kept for as long as another process may attach.
+
+    Raises:
+        TransportError: as ``export_host`` and ``export_cuda``.
+    """
+    if next(iter(named.values())).is_cuda:
+        return export_cuda(named), None
+    exported = export_host(named, path)
+    for name, tensor in named.items():
+        tensor.data = exported.tensors[name]
+    return exported.description, exported
+
+
 def export_host(named: Mapping[str, Tensor], path: Path) -> ExportedTensors:
     """Copy host tensors into one new shared file; each comes back with its shape, dtype, strides and aliases.
 

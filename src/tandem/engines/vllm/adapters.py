@@ -7,10 +7,7 @@ lies in between, and the trainer's end takes no memory away from under the engin
 from __future__ import annotations
 
 import math
-import os
-import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tandem.engines.base import LoraAdapter
@@ -38,32 +35,6 @@ def rank_of(config: Mapping[str, Any], most: int) -> int:
             "that fits"
         )
     return rank
-
-
-SHARED_NAME = "tandem-adapter"
-"""Names of files in shared memory begin with this; the rest says whose they are."""
-
-
-class ExportedAdapter:
-    """The engine's end of an adapter slot in shared memory."""
-
-    def __init__(self, stacked: Mapping[str, Tensor], folder: Path):
-        """Make tensors attachable; on the host they move to a shared file in ``folder`` and views of them end."""
-        self.key = secrets.token_hex(8)
-        """By which a borrower knows that it has attached this very memory."""
-        self._exported: sharing.ExportedTensors | None = None
-        if next(iter(stacked.values())).is_cuda:
-            self._description = sharing.export_cuda(stacked)
-            return
-        path = folder / f"{SHARED_NAME}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._exported = sharing.export_host(stacked, path)
-        self._description = self._exported.description
-        for name, tensor in stacked.items():
-            tensor.data = self._exported.tensors[name]
-
-    def description(self, index: int) -> dict[str, Any]:
-        """What ``AdapterWriter`` needs."""
-        return {"key": self.key, "slot": index, "lent": self._description}
 
 
 class AdapterWriter:

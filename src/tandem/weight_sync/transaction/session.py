@@ -99,14 +99,7 @@ class WeightSyncSession(SyncContext):
 
     def __post_init__(self) -> None:
         self.trained = Trained(self.trainable, self.policy) if self.ranks is None else self.ranks.trained()
-        self._behaviour = Behaviour(
-            self.policy,
-            self.trainable,
-            self.sync.tolerance,
-            self.folder,
-            scores=self.trained.scores,
-            bare=self.trained.bare_scores,
-        )
+        self._behaviour = Behaviour(self.trained, self.policy, self.trainable, self.sync.tolerance, self.folder)
 
     async def __aenter__(self) -> Self:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComp
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
+    from tandem.weight_sync.transaction.trained import Trained
 
 
 log = logging.getLogger(__name__)
@@ -27,11 +28,6 @@ Checksums = Mapping[str, int]
 
 Rollouts = Sequence[Sequence[int]]
 """Token ids of rollouts, prompts included."""
-
-Scores = Callable[..., Awaitable[list[list[float]]]]
-"""``Trained.scores``: logprobs of tokens at some temperatures."""
-Bare = Callable[[Sequence[int]], Awaitable[list[float]]]
-"""``Trained.bare_scores``: the same without the adapter."""
 
 SHORT = 64
 """Tokens of a probe where the bytes of everything that is sampled from are compared."""
@@ -117,14 +113,12 @@ class Behaviour:
     engine whose answer to these cannot be explained either is refused.
     """
 
-    def __init__(
-        self, policy: Policy, trainable: Any, tolerance: float, folder: Path = Path(), *, scores: Scores, bare: Bare
-    ):
+    def __init__(self, trained: Trained, policy: Policy, trainable: Any, tolerance: float, folder: Path):
         self.tokens: list[int] = []
         self.recent: Rollouts = ()
         """A few that were trained on just now."""
         self._policy = policy
-        self._scores, self._bare_scores = scores, bare
+        self._trained = trained
         self._trainable = trainable
         usual = 0.3 if policy.dtype.itemsize < 4 else 1e-3 if policy.device.type == "cpu" else 0.02
         self._allowed = tolerance or usual
@@ -208,11 +202,11 @@ class Behaviour:
     async def _read(self, tokens: Sequence[int], probe: ProbeResult, *, thorough: bool) -> ProbeReading:
         """The trainer's own logprobs, in one pass, beside a probe's; by a thorough reading also of other weights."""
         drawn, at = probe.sampled.tokens if probe.sampled else (), len(tokens) - 1
-        own_logprobs, tempered = await self._scores([*tokens, *drawn], 1.0, probe.temperature)
+        own_logprobs, tempered = await self._trained.scores([*tokens, *drawn], 1.0, probe.temperature)
         scored = NOTHING if probe.scored is None else LogprobComparison(tuple(probe.scored), tuple(own_logprobs[:at]))
         scores = scored is not NOTHING
         others = dict(self._known) if scores and list(tokens[: len(self.tokens)]) == self.tokens else {}
-        if scores and thorough and (bare := await self._bare_scores(tokens)):
+        if scores and thorough and (bare := await self._trained.bare_scores(tokens)):
             others[BARE] = bare
             self._known.setdefault(BARE, bare[: len(self.tokens) - 1])
         return ProbeReading(

@@ -10,7 +10,9 @@ Nothing here imports vLLM: it is handed vLLM's objects and asks for attributes, 
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.engines.vllm.adapters import ExportedAdapter, rank_of, scaling
+from tandem.engines.vllm.adapters import rank_of, scaling
 from tandem.errors import EngineError
+from tandem.transport import sharing
 
 _PEFT = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight")
@@ -63,7 +66,8 @@ class _Adapter:
     slot: int
     rank: int
     targets: dict[str, _Target]
-    exported: ExportedAdapter | None = None
+    exported: dict[str, Any] | None = None  # what ``AdapterWriter`` needs, once it was lent
+    kept: Any = None  # for as long as it is
 
 
 class _Spent(dict[str, Any]):
@@ -132,10 +136,12 @@ class InPlaceAdapters:
         """
         _, adapter = self._claim(lora_id, config, tensors)
         if adapter.exported is None:
-            adapter.exported = ExportedAdapter(
-                {name: target.stacked for name, target in adapter.targets.items()}, folder
-            )
-        return adapter.exported.description(adapter.slot)
+            stacked = {name: target.stacked for name, target in adapter.targets.items()}
+            # A borrower knows by the key that it has attached this very memory.
+            key = secrets.token_hex(8)
+            lent, adapter.kept = sharing.export(stacked, folder / f"tandem-adapter-{os.getpid()}-{key}")
+            adapter.exported = {"key": key, "slot": adapter.slot, "lent": lent}
+        return adapter.exported
 
     def _claim(
         self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]

@@ -134,15 +134,9 @@ class WorkerExtension:
         """
         if self._tandem_exported is None:
             parameters = dict(self.tandem_model.named_parameters())
-            values = {name: p.data for name, p in parameters.items()}
-            if self.tandem_device.type == "cuda":
-                self._tandem_exported = sharing.export_cuda(values)
-            else:
-                # Named by process, so that what a killed engine left behind can be told from what is in use.
-                exported = sharing.export_host(values, sharing.SHARED_MEMORY / f"tandem-weights-{os.getpid()}")
-                for name, p in parameters.items():
-                    p.data = exported.tensors[name]
-                self._tandem_exported, self._tandem_keep = exported.description, exported
+            # Named by process, so that what a killed engine left behind can be told from what is in use.
+            file = sharing.SHARED_MEMORY / f"tandem-weights-{os.getpid()}"
+            self._tandem_exported, self._tandem_keep = sharing.export(parameters, file)
         return json.dumps({"lent": self._tandem_exported, "map": json.loads(self.tandem_map())})
 
     _tandem_layout: _Layout | None = None
