@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,9 +33,10 @@ NAME = "ranks"
 """Of the group in the store."""
 
 
-def group_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Name of this start's group: torchrun keeps one store over restarts."""
-    return f"{NAME}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+def meeting(host: str, port: int, world: int, seconds: float) -> Rendezvous:
+    """Where the ranks of this start meet: torchrun keeps one store over restarts."""
+    name = f"{NAME}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return Rendezvous(host=host, port=port, world=world, backend="gloo", name=name, seconds=seconds)
 
 
 class _Follower:
@@ -255,7 +256,7 @@ async def lead(
         RankError: one did not come.
     """
     host, port = ("127.0.0.1", 0) if placement is None else (placement.master_addr, placement.master_port)
-    rendezvous = Rendezvous(host=host, port=port, world=world, backend="gloo", name=group_name(), seconds=seconds)
+    rendezvous = meeting(host, port, world, seconds)
     store = None  # torchrun serves one itself
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store, rendezvous = serve(rendezvous)

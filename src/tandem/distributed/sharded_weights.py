@@ -69,8 +69,7 @@ class ShardedWeights:
     def __init__(self, model: Any, mesh: DeviceMesh, holders: Any = None, base_names: BaseNames = _all):
         if not (layers := decoder_layers(model)):
             raise ConfigError(
-                f"distributed.shard: weights cuts a model layer by layer, and the layers of a {type(model).__name__} "
-                "are not known; use distributed.shard: states"
+                f"distributed.shard: weights does not know the layers of {type(model).__name__}; use shard: states"
             )
         self.model, self.causal = model, getattr(model, "get_base_model", lambda: model)()
         self.mesh = mesh

@@ -136,10 +136,7 @@ class VllmBridge(msgspec.Struct, kw_only=True, frozen=True):
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise TransportError(
-                f"{path} is not as expected: {error}; start the engine with shared weights, or let it write the file "
-                "again"
-            ) from error
+            raise TransportError(f"{path} is not as expected: {error}; let the engine write it again") from error
 
 
 def find(path: Path | None = None) -> Path:

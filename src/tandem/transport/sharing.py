@@ -50,8 +50,7 @@ def create(path: Path, size: int, token: str) -> int:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise TransportError(
-            f"{path} cannot be made ({error.strerror}); give a path in a folder that exists, at which there is no "
-            "file yet: remove_orphans removes what dead lenders left"
+            f"{path} cannot be made ({error.strerror}); give a path in a folder that exists, at which there is no file"
         ) from error
     fcntl.flock(lock, fcntl.LOCK_EX)  # before it has a header, without which no file is taken for an orphan
     try:
@@ -266,9 +265,7 @@ def attach(description: Mapping[str, Any]) -> dict[str, Tensor]:
                 storages[key] = storage
             out[name] = _view(name, storages[key], entry)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise TransportError(
-            f"a description of lent tensors is not as expected: {error!r}; pass on what the lender answered"
-        ) from error
+        raise TransportError(f"a description of lent tensors is not as expected: {error!r}") from error
     return out
 
 
@@ -341,8 +338,7 @@ def _device_index(entry: Mapping[str, Any]) -> int:
     visible = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
     if uuid not in visible:
         raise TransportError(
-            f"the tensors lie on GPU {uuid}, but this process sees {', '.join(visible) or 'no GPU'}; let both sides "
-            "see it (CUDA_VISIBLE_DEVICES)"
+            f"the tensors lie on GPU {uuid}, but CUDA_VISIBLE_DEVICES shows this process {', '.join(visible) or 'none'}"
         )
     return visible.index(uuid)
 

@@ -168,8 +168,7 @@ def _address(addresses: Sequence[str]) -> str:
     elsewhere = sorted({address for address in addresses if not ipaddress.ip_address(address).is_loopback})
     if len(elsewhere) > 1:
         raise TransportError(
-            f"the engines are reached from {', '.join(elsewhere)}, and the trainer waits for them at one address: name "
-            "the one that all of them reach in sync.host"
+            f"the engines are reached from {', '.join(elsewhere)}: name the address that all of them reach in sync.host"
         )
     return elsewhere[0] if elsewhere else addresses[0]
 

@@ -41,10 +41,7 @@ class Shared(WeightSync):
         """Refuse a pair that cannot work, and a file where there can be none yet."""
         super().check(trainable=trainable, engine=engine)
         if self.bridge is not None and not getattr(engine, "urls", ()):
-            raise UnsupportedPair(
-                "sync.bridge is the file of an engine that runs already (engine: vllm with urls, by: tandem serve "
-                "engine RECIPE); an engine that is started here says itself where its weights are: remove it"
-            )
+            raise UnsupportedPair("sync.bridge is the file of an engine at urls, and there is none: remove sync.bridge")
 
     async def bind(self, session: SyncContext) -> None:
         """Make the policy's weights views of the engine's storage, each compared by value or written.

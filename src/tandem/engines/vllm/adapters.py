@@ -30,10 +30,7 @@ def rank_of(config: Mapping[str, Any], most: int) -> int:
     """
     rank = config.get("r")
     if not isinstance(rank, int) or not 1 <= rank <= most:
-        raise EngineError(
-            f"the adapter has rank {rank!r}, the engine's slots hold 1 to {most}; start it with a --max-lora-rank "
-            "that fits"
-        )
+        raise EngineError(f"the adapter has rank {rank!r}, the engine's slots hold 1 to {most}: raise --max-lora-rank")
     return rank
 
 

@@ -398,8 +398,7 @@ def _separable(folder: Path) -> None:
     """
     if os.pathsep in str(folder.absolute()):
         raise ConfigError(
-            f"an engine that is started here cannot be told of {folder.absolute()}, which has a {os.pathsep!r} in it; "
-            "choose another name= or runs="
+            f"no engine can be told of {folder.absolute()}, for the {os.pathsep!r} in it; choose another name= or runs="
         )
 
 

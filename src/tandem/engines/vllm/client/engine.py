@@ -200,18 +200,14 @@ class VllmEngine(Engine):
             newest = f"version {least} was" if least else "any weights were"
             raise StaleWeights(f"{server.name} sampled before {newest} published to it")
         if self._requirements.router_replay and sampled.tokens and not sampled.experts and sampled.finish != "abort":
-            raise EngineError(
-                f"{server.name} does not tell which experts it chose; start it from this recipe, or set router_replay: "
-                "false"
-            )
+            raise EngineError(f"{server.name} does not tell which experts it chose: start it from this recipe")
         completion = server.completion(sampled.tokens, sampled.logprobs, versions, sampled.finish)
         return replace(completion, experts=sampled.experts)
 
     def _same(self, server: EngineServer, instance_id: str) -> None:
         if instance_id != server.instance_id:
             raise EngineReplaced(
-                f"{server.name} was restarted externally since the last publish (new instance id); resume the run to "
-                "republish"
+                f"{server.name} was restarted externally (new instance id); resume the run to republish"
             )
 
     async def score(self, tokens: Sequence[int]) -> list[float]:

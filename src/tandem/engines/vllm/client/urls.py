@@ -191,8 +191,7 @@ class UrlServer(EngineServer):
         line = re.search(rb"^process_start_time_seconds (\S+)$", content, re.MULTILINE)
         if line is None:
             raise EngineError(
-                f"{self.name} does not say in /metrics when its process started, so a restart would go unnoticed; "
-                "start it with one API server process and its metrics"
+                f"{self.name} does not say in /metrics when its process started; start it with one API server process"
             )
         return f"started at {line[1].decode()}"
 
@@ -254,9 +253,7 @@ class UrlServer(EngineServer):
         body["return_token_ids"] = True
         status, content = await self.ask("POST", COMPLETIONS, body, self.request_seconds)
         if status == 404 and adapter is not None:
-            raise EngineReplaced(
-                f"{self.name} has no adapter {adapter} any more: it was restarted, or another unloaded it"
-            )
+            raise EngineReplaced(f"{self.name} has no adapter {adapter} any more: restarted, or unloaded by another")
         if status >= 500 and await self.gone():
             raise EngineCoreDied(f"{self.name} answers {COMPLETIONS} with {status}, and ends")
         self._refused(COMPLETIONS, status, content)

@@ -339,9 +339,7 @@ class _Live:
         if self._watch is None:
             raise Refusal(409, "nobody's trainer is watched here: this engine ends when whoever started it ends it")
         if not self._watch.reattach(request.trainer):
-            raise Refusal(
-                404, f"no process {request.trainer.partition(':')[0]} runs here that started then: not adopted"
-            )
+            raise Refusal(404, f"no process {request.trainer.partition(':')[0]} runs here that started then")
         return {"engine": self.frontend.id}
 
     def _require_paused(self, what: str) -> None:

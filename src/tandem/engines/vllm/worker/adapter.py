@@ -75,8 +75,7 @@ class _Spent(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         raise EngineError(
-            f"vLLM fills an adapter's slot anew, at {key}, but its values were only in the slot that it lost; the "
-            "adapter was pinned and must not be deactivated: publish it again"
+            f"vLLM fills an adapter's slot anew, at {key}, whose values were in that slot alone: publish it again"
         )
 
 
@@ -200,9 +199,7 @@ class InPlaceAdapters:
         adapter, registered = self._adapters.get(lora_id), self._manager.get_adapter(lora_id)
         ids = self._manager.lora_index_to_id
         if registered is not None and (adapter is None or registered is not adapter.model):
-            raise EngineError(
-                f"vLLM already holds an adapter {lora_id} that was not put from memory; unload it or use another id"
-            )
+            raise EngineError(f"vLLM holds an adapter {lora_id} that was not put from memory; unload it")
         if registered is not None and adapter is not None and ids[adapter.slot] == lora_id:
             return adapter
         self.remove(lora_id)
@@ -223,8 +220,7 @@ class InPlaceAdapters:
         except (RuntimeError, ValueError) as error:
             manager.remove_adapter(lora_id)
             raise EngineError(
-                f"no slot is free for adapter {lora_id}: {error} The engine has {manager.lora_slots}; remove one, or "
-                "start it with more (--max-loras)"
+                f"no slot is free for adapter {lora_id}: {error} The engine has {manager.lora_slots}; raise --max-loras"
             ) from error
         blank.loras = _Spent()
         slot = manager.lora_index_to_id.index(lora_id)
@@ -320,9 +316,6 @@ def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
         if match is None:
-            raise EngineError(
-                f"{name} is no low-rank weight (lora_A.weight or lora_B.weight); vLLM serves no other part of an "
-                "adapter"
-            )
+            raise EngineError(f"{name} is no lora_A.weight or lora_B.weight; vLLM serves nothing else of adapters")
         named[f"{match['module']}.lora_{match['half']}.weight"] = tensor
     return named

@@ -304,9 +304,7 @@ def _check(
             raise EngineError(f"{what} is computed from the trainer's weights, or of another type; {RESTART}")
         written, is_padded = recording.covered[name], hasattr(layer, "org_vocab_size")
         if written > parameter.numel() or (written < parameter.numel() and not is_padded):
-            raise EngineError(
-                f"{what} has {parameter.numel()} numbers, and the trainer's tensors give {written}; {RESTART}"
-            )
+            raise EngineError(f"{what} has {parameter.numel()} numbers, the trainer gives {written}; {RESTART}")
     for name, shape in shapes.items():
         here = sum(math.prod(region.size) for region in regions[name])
         if world == 1 and here != math.prod(shape):
