@@ -338,7 +338,7 @@ def _device_index(entry: Mapping[str, Any]) -> int:
     visible = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
     if uuid not in visible:
         raise TransportError(
-            f"the tensors lie on GPU {uuid}, but CUDA_VISIBLE_DEVICES shows this process {', '.join(visible) or 'none'}"
+            f"tensors lie on GPU {uuid}, but this process sees {', '.join(visible) or 'none'} (CUDA_VISIBLE_DEVICES)"
         )
     return visible.index(uuid)
 

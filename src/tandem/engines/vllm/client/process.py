@@ -101,14 +101,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
 class EngineProcess:
     """An engine's process and, while it runs, whatever that started."""
 
-    def __init__(
-        self,
-        engine: Identity,
-        *,
-        log: Path,
-        child: subprocess.Popen[bytes] | None = None,
-        log_start: int = 0,
-    ) -> None:
+    def __init__(self, engine: Identity, log: Path, child: subprocess.Popen[bytes] | None = None, log_start: int = 0):
         self._identity = engine
         self._log = log
         self._log_start = log_start
