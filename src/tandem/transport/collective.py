@@ -199,11 +199,7 @@ class Member(Sender):
         return plan.bytes
 
     def receive(
-        self,
-        entries: Iterable[tuple[str, Sequence[int], str]],
-        bucket_bytes: int = BUCKET_BYTES,
-        *,
-        keep: bool = False,
+        self, entries: Iterable[tuple[str, Sequence[int], str]], bucket_bytes: int = BUCKET_BYTES, *, keep: bool = False
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Every other rank: the tensors, some at a time, in memory that is used again once more are asked for.
 

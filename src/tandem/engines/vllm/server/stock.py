@@ -9,16 +9,7 @@ from typing import Any
 
 from tandem.engines.vllm.protocol import Refusal, parsed
 from tandem.engines.vllm.server.adapters import allowed, require_free_name
-from tandem.engines.vllm.server.asgi import (
-    ClientDisconnected,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    read,
-    refuse,
-    replayed,
-)
+from tandem.engines.vllm.server.asgi import ClientDisconnected, Message, Receive, Scope, Send, read, refuse, replayed
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
 
 SALTED = frozenset((
