@@ -30,9 +30,7 @@ app = typer.Typer(
 )
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")]
-Target = Annotated[
-    Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe's file or name, or a run's folder to resume.")
-]
+Target = Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe (file or name), or a run to resume.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
 Folder = Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -200,7 +200,7 @@ class Ranks:
     def _end(self, why: str) -> None:
         if not self.failure.done() and not self._ending:
             self.error = RankError(
-                f"{why}. All ranks end; go on from the newest checkpoint, with this number of ranks or another"
+                f"{why}. All ranks end; go on from the newest checkpoint, with as many ranks or others"
             )
             self.failure.set_result(None)
             self._all.set()  # nobody waits for the others any more

@@ -71,9 +71,7 @@ class BucketPlan:
         for entry in self.entries:
             name, shape, kind = entry
             if not isinstance(getattr(torch, kind, None), torch.dtype) or min(shape, default=1) < 1:
-                raise TransportError(
-                    f"{name!r} cannot travel: expected a torch dtype and elements, got {kind}{[*shape]}"
-                )
+                raise TransportError(f"{name!r} cannot travel: expected torch dtype and elements, got {kind}{[*shape]}")
             if not self.buckets or _aligned(self.buckets[-1].size) + entry.bytes > bucket_bytes:
                 self.buckets.append(Bucket())
             self.buckets[-1].add(entry)

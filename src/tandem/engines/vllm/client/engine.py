@@ -206,9 +206,7 @@ class VllmEngine(Engine):
 
     def _same(self, server: EngineServer, instance_id: str) -> None:
         if instance_id != server.instance_id:
-            raise EngineReplaced(
-                f"{server.name} was restarted externally (new instance id); resume the run to republish"
-            )
+            raise EngineReplaced(f"{server.name} was restarted externally (new instance id); resume the run")
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         return list((await self._probe(self.servers[0], tokens, 1)).scored or ())

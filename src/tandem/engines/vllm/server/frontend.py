@@ -484,14 +484,12 @@ class Frontend:
         """
         params_ = self.params(params) if isinstance(params, Mapping) else params
         with self.places.using(adapter):  # a request that names one still has it after a wait
-            async with (
-                contextlib.nullcontext() if probe else self.admitted(params_.n, prompt=prompt, min_step=min_step)
-            ):
+            admitted = contextlib.nullcontext() if probe else self.admitted(params_.n, prompt=prompt, min_step=min_step)
+            async with admitted:
                 record = await self._sampled(prompt, params_, adapter, probe)
         if not probe:
-            await self.deliverable(
-                max((generation for c in record.completions for generation in c.generations), default=0)
-            )
+            generations = (generation for completion in record.completions for generation in completion.generations)
+            await self.deliverable(max(generations, default=0))
         return record
 
     async def _sampled(self, prompt: Sequence[int], params: Any, adapter: Any, salt: str) -> RequestRecord:
