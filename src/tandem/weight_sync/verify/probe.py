@@ -18,7 +18,6 @@ from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComp
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
-    from tandem.weight_sync.transaction.trained import Trained
 
 
 log = logging.getLogger(__name__)
@@ -111,9 +110,16 @@ class Behaviour:
     A probe is scored by engine and trainer, and so are a few tokens that the engine samples after it. Where noise
     explains an answer badly (``noise.py``), more is asked: a longer text, more samples, recent rollouts. Only an
     engine whose answer to these cannot be explained either is refused.
+
+    Args:
+        trained: the session's ``Trained``, which scores.
+        policy: that is published.
+        trainable: the recipe's.
+        tolerance: the sync's, nats; 0 is the usual one.
+        folder: the run's, for evidence.
     """
 
-    def __init__(self, trained: Trained, policy: Policy, trainable: Any, tolerance: float, folder: Path):
+    def __init__(self, trained: Any, policy: Policy, trainable: Any, tolerance: float, folder: Path):
         self.tokens: list[int] = []
         self.recent: Rollouts = ()
         """A few that were trained on just now."""

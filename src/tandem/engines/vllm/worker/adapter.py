@@ -138,8 +138,8 @@ class InPlaceAdapters:
             stacked = {name: target.stacked for name, target in adapter.targets.items()}
             # A borrower knows by the key that it has attached this very memory.
             key = secrets.token_hex(8)
-            lent, adapter.kept = sharing.export(stacked, folder / f"tandem-adapter-{os.getpid()}-{key}")
-            adapter.exported = {"key": key, "slot": adapter.slot, "lent": lent}
+            description, adapter.kept = sharing.export(stacked, folder / f"tandem-adapter-{os.getpid()}-{key}")
+            adapter.exported = {"key": key, "slot": adapter.slot, "lent": description}
         return adapter.exported
 
     def _claim(
