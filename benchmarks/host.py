@@ -53,8 +53,8 @@ from tandem.trainer.work import LocalWork, OldLogprobs
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.transaction.session import WeightSyncSession
-from tandem.weight_sync.transaction.trained import PayloadSums, Trained
-from tandem.weight_sync.verify.probe import Behaviour
+from tandem.weight_sync.transaction.trained import Trained
+from tandem.weight_sync.verify.probe import Behaviour, Checksums
 
 HERE = Path(__file__).resolve().parent
 SKIPPED = 2
@@ -124,9 +124,9 @@ def stubs(rows: Rows) -> dict[tuple[type, str], Any]:
             OldLogprobs(recomputed_logprobs_N=logprobs_N, ref_logprobs_N=None),
         )
 
-    async def own_sums(self: Trained, *args: Any) -> PayloadSums:
+    async def own_sums(self: Trained, *args: Any) -> tuple[Checksums, Checksums, dict[str, Checksums]]:
         own = await self.checksums()
-        return PayloadSums(trainer=own, stored=own)
+        return own, own, {}
 
     async def no_proof(self: Behaviour, *args: Any) -> float:
         return 0.0

@@ -36,8 +36,7 @@ from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.restart import Restart
 from tandem.weight_sync.shared import Shared
-from tandem.weight_sync.transaction.recovery import ATTEMPTS
-from tandem.weight_sync.transaction.session import WeightSyncSession
+from tandem.weight_sync.transaction.session import ATTEMPTS, WeightSyncSession
 
 START = PolicyVersion(step=0, digest="")
 MERGED = Lora(rank=2, merged=True)

@@ -43,7 +43,7 @@ ALLOWED = {
     "tandem/engines/vllm/server/asgi.py:unless": "it is done",
     "tandem/rewards/judge.py:_verdict": "it is done",
     "tandem/rewards/judge.py:scores": "it is done",
-    "tandem/transport/collective.py:behind": "on CUDA it queues; gloo's has the group's deadline",
+    "tandem/transport/collective.py:_behind": "on CUDA it queues; gloo's has the group's deadline",
     "tandem/model/context.py:_exchanged": "on CUDA it queues; gloo's has the group's deadline",
     "tandem/model/context.py:forward": "on CUDA it queues; gloo's has the group's deadline",
     # What tells of waits.

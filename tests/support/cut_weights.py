@@ -97,7 +97,7 @@ def gathered(weights: ShardedWeights, name: str, part: Tensor) -> Tensor:
     """A whole tensor from every rank's part, of whatever type."""
     parts: list[Any] = [None] * weights.ranks
     dist.all_gather_object(parts, part, group=weights.group)
-    return torch.cat(parts, shard_dimension(name, weights.shape(name), weights.ranks))
+    return torch.cat(parts, shard_dimension(name, weights.shapes[name], weights.ranks))
 
 
 def backward(weights: ShardedWeights, rank: int) -> None:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from tandem.config.sections import Distributed
-from tandem.distributed import sharding
+from tandem.distributed import gradient_sums, sharding
 from tandem.distributed.group import DataGroup
 from tandem.model.context import heads_of_row, joined, named, tokens_of_rank
 from tandem.optimizers.adamw import AdamW
@@ -111,7 +111,7 @@ def updated(group: DataGroup, dtype: torch.dtype, bucket: int) -> list[Tensor]:
     """Weights after three updates by gradients of backward passes, as the update's own thread has them."""
     device = group.device
     named = [(str(i), Parameter((values(9, *shape, device=device) / 64).to(dtype))) for i, shape in enumerate(SHAPES)]
-    sharding.SMALL, sharding.BUCKET = 1024, bucket
+    sharding.SMALL, gradient_sums.BUCKET = 1024, bucket
     stepper = sharding.ShardedStepper(AdamW(lr=0.01), named, group)
     for _, parameter in named:
         parameter.register_post_accumulate_grad_hook(stepper.accumulate)

@@ -340,7 +340,7 @@ class Scripted(Engine):
         def take(member: Any, *, write: bool) -> None:
             for name, tensor in (pair for bucket in member.receive(manifest, bucket_bytes) for pair in bucket):
                 if write:
-                    live[name].copy_(tensor)
+                    live[name].detach().copy_(tensor)
 
         one, other = self._members
         await asyncio.gather(asyncio.to_thread(take, one, write=True), asyncio.to_thread(take, other, write=False))
@@ -353,7 +353,7 @@ class Scripted(Engine):
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
         live, copied = dict(self.trainable.source(self.inner.model)), 0
         for name, tensor in tensors:
-            live[name].copy_(tensor)
+            live[name].detach().copy_(tensor)
             copied += tensor.nbytes
         self.adapted = True
         return copied

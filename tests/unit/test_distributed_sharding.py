@@ -14,7 +14,7 @@ from support.rank_threads import on_ranks
 from torch import Tensor
 from torch.nn import Parameter
 
-from tandem.distributed import sharding
+from tandem.distributed import gradient_sums, sharding
 from tandem.distributed.group import DataGroup
 from tandem.distributed.sharding import ShardedStepper
 from tandem.distributed.state_shards import StateShare
@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, tuple[Any, torch.dtype]] = {
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which tiny tensors are divided, and gradients take several buckets."""
     monkeypatch.setattr(sharding, "SMALL", 1024)
-    monkeypatch.setattr(sharding, "BUCKET", 4096)
+    monkeypatch.setattr(gradient_sums, "BUCKET", 4096)
     monkeypatch.setattr(_byte_moments, "SMALL", 1024)
     monkeypatch.setattr(_precise, "PIECE", 1024)
     monkeypatch.setattr(_narrow, "PIECE", 1024)

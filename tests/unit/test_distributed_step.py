@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.algorithms.losses.grpo import Grpo
-from tandem.distributed import sharding
+from tandem.distributed import gradient_sums, sharding
 from tandem.distributed.context_parallel import ContextPart
 from tandem.distributed.group import DataGroup
 from tandem.distributed.sharding import ShardedStepper
@@ -42,7 +42,7 @@ _loading = threading.Lock()
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which a tiny model is divided."""
     monkeypatch.setattr(sharding, "SMALL", 2048)
-    monkeypatch.setattr(sharding, "BUCKET", 1 << 14)
+    monkeypatch.setattr(gradient_sums, "BUCKET", 1 << 14)
 
 
 def packed(objective: Objective, ranks: int, penalties: Any = None) -> StepBatch:

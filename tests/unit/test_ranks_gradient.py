@@ -30,7 +30,7 @@ from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.algorithms.losses.grpo import Grpo
 from tandem.algorithms.references.average import Average
 from tandem.algorithms.references.start import Start
-from tandem.distributed import sharding
+from tandem.distributed import gradient_sums, sharding
 from tandem.distributed.group import DataGroup
 from tandem.distributed.sharding import ShardedStepper
 from tandem.model.policy import Compute, Policy, load_model
@@ -183,7 +183,7 @@ def whole_in(dtype: torch.dtype, model: nn.Module) -> nn.Module:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which a tiny model is divided."""
     monkeypatch.setattr(sharding, "SMALL", 0)
-    monkeypatch.setattr(sharding, "BUCKET", 1 << 14)
+    monkeypatch.setattr(gradient_sums, "BUCKET", 1 << 14)
 
 
 def gradients(case: Case, model: nn.Module, batch: StepBatch, dtype: torch.dtype, group: DataGroup | None) -> Any:

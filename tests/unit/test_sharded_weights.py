@@ -136,5 +136,5 @@ def test_replicas_share_the_writing_of_states_and_the_sum_of_a_norm(tmp_path: Pa
 
 
 def test_a_model_without_known_layers_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="the layers of a Linear are not known"):
+    with pytest.raises(ConfigError, match="does not know the layers of Linear"):
         ShardedWeights(nn.Linear(2, 2), None)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.fake_vllm import SEQUENCES, FakeClient, FlatLogprobs, LoRARequest, install, settle
 
-from tandem.engines.vllm.protocol import IN_PLACE, Refusal
+from tandem.engines.vllm.protocol import IN_PLACE, ProbeRequest, Refusal
 from tandem.engines.vllm.server.frontend import ANSWERED, Frontend, PartialCompletion, RequestRecord, Stopped
 from tandem.engines.vllm.server.routes import probe as question
 from tandem.engines.vllm.speedups import AT_ONCE, PIECES_KEY
@@ -377,8 +377,8 @@ def test_a_probe_scores_and_samples_by_the_new_weights_and_sees_an_old_cache() -
                 pass
             if stale:
                 client.cache.add(front.salt)
-            ask = {"temperature": 0.7, "max_tokens": 2, "seed": 0}
-            probe = asyncio.ensure_future(question(front, [5, 6, 7], **ask))
+            ask = ProbeRequest(tokens=[5, 6, 7], max_tokens=2)
+            probe = asyncio.ensure_future(question(front, ask))
             while not probe.done():
                 await client.step()
             result = probe.result()
@@ -535,7 +535,7 @@ def test_what_waits_for_a_step_is_with_vllm_before_it_goes_on() -> None:
         await answered()
         assert len(client.seen) == 2
         client.weights = 5
-        proof = asyncio.ensure_future(question(front, [1, 2], temperature=1.0, max_tokens=1, seed=0))
+        proof = asyncio.ensure_future(question(front, ProbeRequest(tokens=[1, 2], temperature=1.0, max_tokens=1)))
         await settle()
         assert len(client.seen) == 5, "two of the probe, and who asked for no step"
         assert len({salt.removesuffix("-scored") for salt in salts(client)}) == 1, "one era"

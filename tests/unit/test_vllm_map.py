@@ -158,7 +158,7 @@ def test_a_tally_of_transposed_experts_follows_what_is_written() -> None:
         ("doubled", r"'sinks' .* is computed from the trainer's weights.*restart"),
         ("in place", r"'sinks' .* is computed from the trainer's weights"),
         ("narrow", r"'sinks' \(torch.bfloat16, .* or of another type; use sync: restart"),
-        ("forgotten", r"'w13' .* has 48 numbers, and the trainer's tensors give 24; use sync: restart"),
+        ("forgotten", r"'w13' .* has 48 numbers, the trainer gives 24; use sync: restart"),
         ("failing", r"loader of Experts failed on tensors without values .*no such layer"),
     ],
 )

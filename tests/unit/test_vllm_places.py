@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.fake_vllm import FakeClient, LoRARequest, install, settle
 
+from tandem.engines.vllm.protocol import ProbeRequest
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
 from tandem.engines.vllm.server.places import PROBES, Places
 from tandem.engines.vllm.server.routes import probe
@@ -185,7 +186,7 @@ def test_a_probe_has_a_place_however_many_wait(flying: bool, monkeypatch: pytest
             await goes_on()
 
         monkeypatch.setattr(client, "resume_generation", resume)
-        probing = asyncio.ensure_future(probe(front, [7, 8], temperature=0.7, max_tokens=2, seed=0))
+        probing = asyncio.ensure_future(probe(front, ProbeRequest(tokens=[7, 8], max_tokens=2)))
         while not probing.done():
             assert {first(one) for one in client.seen} <= {9, 7, 1, 2}
             await client.step()

@@ -172,7 +172,7 @@ def test_an_engine_that_is_never_healthy_is_a_deadline(engines: Engines, status:
 
 
 def test_what_cannot_be_started_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"engine\.python is /nowhere/python"):
+    with pytest.raises(EngineError, match=r"/nowhere/python.*engine\.python must be"):
         EngineProcess.start(["/nowhere/python"], {}, tmp_path / "log")
 
 

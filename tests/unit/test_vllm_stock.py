@@ -166,7 +166,7 @@ async def eventually(condition: Callable[[], Any]) -> None:
         ({}, WEIGHTS, r"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config"),
         ({"adapters": True}, WEIGHTS, r"For trainable: lora use sync: hotswap"),
         ({"transfer": True}, ADAPTERS, r"For whole weights use sync: broadcast"),
-        ({"adapters": True, "raw": True}, ADAPTERS, r"raw_logprobs, which leave the temperature out"),
+        ({"adapters": True, "raw": True}, ADAPTERS, r"raw_logprobs; start it with --logprobs-mode"),
     ],
     ids=["neither, adapters", "neither, weights", "adapters alone", "transfer alone", "raw logprobs"],
 )

@@ -30,9 +30,7 @@ app = typer.Typer(
 )
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")]
-Target = Annotated[
-    Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe's file or name, or a run's folder to resume.")
-]
+Target = Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe (file or name), or a run to resume.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
 Folder = Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -49,12 +47,8 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error; also with TANDEM_DEBUG=1.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Its version.", callback=_version, is_eager=True)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show an error's traceback; or TANDEM_DEBUG=1.")] = False,
 ) -> None:
     """Options of every verb; ``main`` reads --debug, wherever it stands."""
 
@@ -64,9 +58,7 @@ def train(
     target: Target,
     overrides: Overrides = None,
     show: Show = False,
-    launcher: Annotated[
-        Literal["ray"] | None, typer.Option("--launcher", help="Start the ranks on a Ray cluster (pip install ray).")
-    ] = None,
+    launcher: Annotated[Literal["ray"] | None, typer.Option(help="Start the ranks on a Ray cluster.")] = None,
 ) -> None:
     """Train by a recipe or an Axolotl file, or resume a run by its folder.
 
@@ -78,11 +70,7 @@ def train(
 
 
 @app.command()
-def sft(
-    target: Target,
-    overrides: Overrides = None,
-    show: Show = False,
-) -> None:
+def sft(target: Target, overrides: Overrides = None, show: Show = False) -> None:
     """Train on given replies alone: rows of messages (warm_start.data=FILE), or the environment's gold replies.
 
     For as many steps as the recipe has, or warm_start.epochs=N.
@@ -96,15 +84,9 @@ def sft(
 def check(
     recipe: Recipe,
     overrides: Overrides = None,
-    tasks: Annotated[
-        int, typer.Option(min=1, help="Tasks whose gold answer is scored and whose prompt is measured.")
-    ] = 64,
-    sample: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Also load the model and play N groups: how many have signal.")
-    ] = 0,
-    attack: Annotated[
-        bool, typer.Option("--attack", help="Also put wrong answers that may pay through the rewards.")
-    ] = False,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks whose gold answer and prompt are looked at.")] = 64,
+    sample: Annotated[int, typer.Option(metavar="N", min=0, help="Also play N groups: how many have signal.")] = 0,
+    attack: Annotated[bool, typer.Option("--attack", help="Also grade wrong answers that may pay.")] = False,
 ) -> None:
     """Find what would go wrong, before loading weights.
 
@@ -126,11 +108,7 @@ def check(
 
 
 @app.command()
-def certify(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
+def certify(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Prove that a recipe's gradient is the one it says, and that its optimizer does with it what it should.
 
     On made-up answers and a tiny model of its architecture, on the CPU: it must not depend on how a batch is cut, and
@@ -143,9 +121,7 @@ def certify(
 
 @app.command("list")
 def list_parts(
-    category: Annotated[
-        str | None, typer.Argument(metavar="[CATEGORY]", help="losses, envs, ...; default: all categories.")
-    ] = None,
+    category: Annotated[str | None, typer.Argument(metavar="[CATEGORY]", help="Such as losses; default: all.")] = None,
 ) -> None:
     """Show the parts recipes can name, and options."""
     from tandem.cli.list_parts import list_parts
@@ -157,9 +133,7 @@ def list_parts(
 def new(
     what: Annotated[str, typer.Argument(metavar="env|recipe", help="What to make.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Its name; of an env a Python module name.")],
-    source: Annotated[
-        str, typer.Argument(metavar="[RECIPE]", help="Of a recipe: the shipped one that it begins as.")
-    ] = "arithmetic",
+    source: Annotated[str, typer.Argument(metavar="[RECIPE]", help="The shipped recipe to copy.")] = "arithmetic",
 ) -> None:
     """Write a working environment, or a recipe, to start from.
 
@@ -189,9 +163,7 @@ def runs(folder: Folder = Path("runs")) -> None:
 @app.command()
 def watch(
     folder: Folder = Path("runs"),
-    host: Annotated[
-        str, typer.Option(help="Address; one that others reach needs the key that is then printed.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address; one that others reach has a key, as printed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: a free one.")] = 8760,
 ) -> None:
     """Show all runs of a folder, and comparisons of them, on a live page until Ctrl-C."""
@@ -221,14 +193,10 @@ def chat(run: Run, step: Step = None) -> None:
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[
-        Path, typer.Argument(metavar="RUN|RECIPE|MODEL", help="A run's folder, a recipe, or a model folder.")
-    ],
+    target: Annotated[Path, typer.Argument(metavar="RUN|RECIPE|MODEL", help="A run, a recipe or a model's folder.")],
     overrides: Overrides = None,
     step: Step = None,
-    on: Annotated[
-        str, typer.Option(metavar="TASK,...", help="Benchmarks of lm-eval, such as gsm8k,math500,ifeval,humaneval.")
-    ] = "",
+    on: Annotated[str, typer.Option(metavar="TASK,...", help="lm-eval's, such as gsm8k,math500,ifeval.")] = "",
 ) -> None:
     """Measure mean@k and pass@k on held-out tasks, or on public benchmarks before and after training.
 
@@ -268,9 +236,7 @@ def show(
 @app.command()
 def mismatch(
     run: Run,
-    step: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="The step to look at; default: the last recorded.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: the last recorded.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how far the trainer's logprobs are from the engine's.
@@ -394,25 +360,21 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         app([argument for argument in words if argument != "--debug"], prog_name="tandem")
     except SystemExit as error:
         if is_theirs(error):  # else it is how a verb ends
-            typer.echo(f"tandem: your code ended the process: {message_of(error)}{place_of(error)}", err=True)
-            sys.exit(1)
+            _end(f"your code ended the process: {message_of(error)}{place_of(error)}")
         raise
     except TandemError as error:
-        if debug:
-            typer.echo(redacted(traceback.format_exc()), err=True, nl=False)
-        typer.echo(f"tandem: {error}", err=True)
-        sys.exit(error.exit_code)
+        _end(str(error), error.exit_code, trace=debug)
     except Exception as error:
         if is_theirs(error) and not debug:
-            typer.echo(
-                f"tandem: {message_of(error)}{place_of(error)}; it is your code, and --debug shows how", err=True
-            )
-            sys.exit(1)
-        typer.echo(redacted(traceback.format_exc()), err=True, nl=False)
-        typer.echo(
-            f"tandem: {redacted(f'{type(error).__name__}: {error}')}\n"
-            "tandem: this is a bug, in Tandem or in a part of your own; the traceback above says where",
-            err=True,
-        )
-        sys.exit(1)
+            _end(f"{message_of(error)}{place_of(error)}; it is your code, and --debug shows how")
+        bug = "this is a bug, in Tandem or in a part of your own; the traceback above says where"
+        _end(f"{redacted(f'{type(error).__name__}: {error}')}\ntandem: {bug}", trace=True)
     sys.exit(0)
+
+
+def _end(text: str, code: int = 1, *, trace: bool = False) -> NoReturn:
+    """End the process with a message, after the traceback of the error that is handled where that is wanted."""
+    if trace:
+        typer.echo(redacted(traceback.format_exc()), err=True, nl=False)
+    typer.echo(f"tandem: {text}", err=True)
+    sys.exit(code)

@@ -130,9 +130,8 @@ class RunsPage:
     def _part(self, request: web.Request) -> Row:
         run, part = self._whole(request), request.query["part"]
         if part == "rollouts":  # each step's are asked for by themselves
-            return {
-                "rollouts": {"total": len(run.rollout_steps), "steps": [{"step": step} for step in run.rollout_steps]}
-            }
+            steps = [{"step": step} for step in run.rollout_steps]
+            return {"rollouts": {"total": len(steps), "steps": steps}}
         return page.PARTS[part][1](run)
 
     def _step(self, request: web.Request) -> Row:

@@ -10,12 +10,10 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
-
-from torch._C._distributed_c10d import Store
 
 from tandem.distributed.channel import Channel
 from tandem.distributed.children import Children
@@ -35,16 +33,10 @@ NAME = "ranks"
 """Of the group in the store."""
 
 
-def group_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Name of this start's group: torchrun keeps one store over restarts."""
-    return f"{NAME}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def open_store(rendezvous: Rendezvous, environ: Mapping[str, str] = os.environ) -> tuple[Store, Rendezvous]:
-    """The store at which ranks meet: torchrun's own where it has one, else one that the lead serves."""
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return visit(rendezvous), rendezvous
-    return serve(rendezvous)
+def meeting(host: str, port: int, world: int, seconds: float) -> Rendezvous:
+    """Where the ranks of this start meet: torchrun keeps one store over restarts."""
+    name = f"{NAME}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return Rendezvous(host=host, port=port, world=world, backend="gloo", name=name, seconds=seconds)
 
 
 class _Follower:
@@ -208,7 +200,7 @@ class Ranks:
     def _end(self, why: str) -> None:
         if not self.failure.done() and not self._ending:
             self.error = RankError(
-                f"{why}. All ranks end; go on from the newest checkpoint, with this number of ranks or another"
+                f"{why}. All ranks end; go on from the newest checkpoint, with as many ranks or others"
             )
             self.failure.set_result(None)
             self._all.set()  # nobody waits for the others any more
@@ -264,9 +256,10 @@ async def lead(
         RankError: one did not come.
     """
     host, port = ("127.0.0.1", 0) if placement is None else (placement.master_addr, placement.master_port)
-    store, rendezvous = open_store(
-        Rendezvous(host=host, port=port, world=world, backend="gloo", name=group_name(), seconds=seconds)
-    )
+    rendezvous = meeting(host, port, world, seconds)
+    store = None  # torchrun serves one itself
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store, rendezvous = serve(rendezvous)
     ranks = Ranks(rendezvous, world)
     server = await asyncio.start_server(ranks.connected, host, 0)
     children = Children(logs)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.distributed.channel import COMMANDS, NEXT_COMMAND, Channel
 from tandem.distributed.children import lead_lost
-from tandem.distributed.crew import group_name
+from tandem.distributed.crew import meeting
 from tandem.distributed.group import broke_off
 from tandem.distributed.placement import Placement
 from tandem.errors import RankError, message_of
@@ -42,14 +42,7 @@ class Follower:
             TransportError: it does not answer.
             RankError: it started this process, and is gone or stopped.
         """
-        rendezvous = Rendezvous(
-            host=placement.master_addr,
-            port=placement.master_port,
-            world=placement.world_size,
-            backend="gloo",
-            name=group_name(),
-            seconds=seconds,
-        )
+        rendezvous = meeting(placement.master_addr, placement.master_port, placement.world_size, seconds)
 
         def find() -> int:
             own_address(rendezvous)  # which waits until the lead listens

@@ -69,19 +69,11 @@ class GradientSums:
         group: the ranks.
         deliver: takes the sum of a part.
         dtype: of sums.
-        bucket: most elements of a gradient that are summed by one call.
     """
 
-    def __init__(
-        self,
-        cuts: Sequence[ParameterCut],
-        group: DataGroup,
-        deliver: Deliver,
-        dtype: torch.dtype,
-        bucket: int,
-    ):
+    def __init__(self, cuts: Sequence[ParameterCut], group: DataGroup, deliver: Deliver, dtype: torch.dtype):
         self.cuts, self.dtype = cuts, dtype
-        self._group, self._deliver, self._bucket = group, deliver, bucket
+        self._group, self._deliver = group, deliver
         self._flying: deque[_Call] = deque()
         self._landed: list[Tensor] = []
         self._rests: list[tuple[ParameterPart, Tensor]] = []
@@ -122,7 +114,7 @@ class GradientSums:
         elements = grad.reshape(-1)
         if cut.rest is not None:
             self._rests.append((cut.rest, elements[cut.shared :].to(self.dtype)))
-        each = max(1, self._bucket // world)
+        each = max(1, BUCKET // world)
         for start in range(0, cut.width, each):
             rows = elements[: cut.shared].view(world, cut.width)[:, start : start + each].to(self.dtype).contiguous()
             run = torch.empty(rows.shape[1], dtype=self.dtype, device=rows.device)

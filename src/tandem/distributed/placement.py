@@ -85,41 +85,17 @@ class Placement:
             ConfigError: some variables are missing, no numbers, or contradict one another.
         """
         numbered = {name: environ[name] for name in NUMBERS if environ.get(name, "") != ""}
-        if numbered and not (_is_alone(numbered) and len(numbered) < len(NUMBERS)):
-            return cls._from_torchrun(environ)
-        return cls._from_slurm(environ)
-
-    @classmethod
-    def _from_torchrun(cls, environ: Mapping[str, str]) -> Placement:
+        if not numbered or (_is_alone(numbered) and len(numbered) < len(NUMBERS)):
+            if (task := _slurm_task(environ)) is None:
+                return None
+            environ = task
         _require(environ, VARIABLES, "a launcher such as torchrun")
-        if not (launcher := environ.get(LAUNCHER, "")):
-            launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment"
+        started_by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment"
         return cls(
             **{field: _number(environ, name) for field, name in zip(_NUMBER_FIELDS, NUMBERS, strict=True)},
             master_addr=environ["MASTER_ADDR"],
             master_port=_number(environ, "MASTER_PORT"),
-            launcher=launcher,
-        )
-
-    @classmethod
-    def _from_slurm(cls, environ: Mapping[str, str]) -> Placement | None:
-        """The place of a task of srun; a batch script, which is no task of a step, has no node list of a step."""
-        if not (nodes := environ.get("SLURM_STEP_NODELIST", "")):
-            return None
-        _require(environ, ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"), "srun")
-        if (world_size := _number(environ, "SLURM_NTASKS")) == 1:
-            return None
-        job = _number(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
-        return cls(
-            rank=_number(environ, "SLURM_PROCID"),
-            world_size=world_size,
-            local_rank=_number(environ, "SLURM_LOCALID"),
-            local_world_size=_slurm_tasks_here(environ, world_size),
-            master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
-            master_port=_number(environ, "MASTER_PORT")
-            if environ.get("MASTER_PORT")
-            else _SLURM_PORTS[job % len(_SLURM_PORTS)],
-            launcher="slurm",
+            launcher=environ.get(LAUNCHER) or started_by,
         )
 
     def check_ranks(self, ranks: int | Literal["auto"] | None) -> None:
@@ -198,6 +174,24 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         return int(environ[name])
     except ValueError:
         raise ConfigError(f"{name}={environ[name]} is not a whole number; a launcher sets it to one") from None
+
+
+def _slurm_task(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """torchrun's variables for a task of srun; a batch script is no task of a step and has no node list of one."""
+    nodes, world_size = environ.get("SLURM_STEP_NODELIST", ""), environ.get("SLURM_NTASKS", "")
+    if not nodes or world_size == "1":
+        return None
+    _require(environ, ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"), "srun")
+    job = _number(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": str(_slurm_tasks_here(environ, _number(environ, "SLURM_NTASKS"))),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(nodes),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(_SLURM_PORTS[job % len(_SLURM_PORTS)]),
+        LAUNCHER: "slurm",
+    }
 
 
 def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:

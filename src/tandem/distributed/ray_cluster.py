@@ -32,6 +32,8 @@ class Room:
     """Address of its host, by which others reach it."""
     devices: tuple[str, ...]
     """The accelerators that it was given there, as CUDA_VISIBLE_DEVICES names them."""
+    port: int = 0
+    """A port of its host at which nothing listens."""
 
 
 class RankProcess:
@@ -43,11 +45,8 @@ class RankProcess:
     def room(self) -> Room:
         """Where this actor is."""
         ray = _ray()
-        return Room(host=ray.util.get_node_ip_address(), devices=tuple(map(str, ray.get_gpu_ids())))
-
-    def free_port(self) -> int:
-        """A port of this host at which nothing listens."""
-        return free_port("")
+        devices = tuple(map(str, ray.get_gpu_ids()))
+        return Room(host=ray.util.get_node_ip_address(), devices=devices, port=free_port(""))
 
     def run(self, arguments: Sequence[str], environ: Mapping[str, str], folder: str) -> int:
         """Run ``python -m tandem`` to its end; returns its exit code."""
@@ -105,8 +104,7 @@ def _run(ray: Any, arguments: Sequence[str], ranks: int | None) -> None:
         ]
         rooms = ray.get([actor.room.remote() for actor in actors])
         order = by_host(rooms)
-        port = ray.get(actors[order[0]].free_port.remote())
-        environs = environments([rooms[index] for index in order], port)
+        environs = environments([rooms[index] for index in order], rooms[order[0]].port)
         ended = {
             actors[index].run.remote(list(arguments), environ, os.getcwd()): rank
             for rank, (index, environ) in enumerate(zip(order, environs, strict=True))

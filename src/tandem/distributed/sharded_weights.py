@@ -69,16 +69,16 @@ class ShardedWeights:
     def __init__(self, model: Any, mesh: DeviceMesh, holders: Any = None, base_names: BaseNames = _all):
         if not (layers := decoder_layers(model)):
             raise ConfigError(
-                f"distributed.shard: weights cuts a model layer by layer, and the layers of a {type(model).__name__} "
-                "are not known; use distributed.shard: states"
+                f"distributed.shard: weights does not know the layers of {type(model).__name__}; use shard: states"
             )
         self.model, self.causal = model, getattr(model, "get_base_model", lambda: model)()
         self.mesh = mesh
         self._base_names = base_names
         self.dtype: torch.dtype = next(model.parameters()).dtype
         """In which the model computes and is published."""
-        self.device = _device_of(mesh)
-        """Of this rank; a model that is elsewhere, on the host for example, comes here layer by layer as it is cut."""
+        cuda = mesh.device_type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        """Of this rank, as FSDP chooses it; a model that is elsewhere, say on the host, comes here layer by layer."""
         shard_mesh = mesh if mesh.ndim == 1 else mesh["shards"]
         self.group = shard_mesh.get_group()
         """Ranks that hold the whole model together."""
@@ -88,7 +88,8 @@ class ShardedWeights:
         """Which of the replicas of all shards this rank has one of, and how many there are."""
         # Of the parameters themselves none is held: what is cut is freed before the next layer is.
         base = base_names(model)
-        self._shapes = {name: tuple(p.shape) for name, p in base.items()}
+        self.shapes = {name: tuple(p.shape) for name, p in base.items()}
+        """Of the whole tensors."""
         self._dimensions = {id(p): shard_dimension(name, p.shape, self.ranks) for name, p in base.items()}
         del base
         narrow = self.dtype in (torch.bfloat16, torch.float16)
@@ -145,7 +146,7 @@ class ShardedWeights:
 
     def part_sent(self, name: str, whole: Tensor | None) -> Tensor:
         """This rank's part of a whole tensor of the first rank, None on other ranks, in the dtype of the model."""
-        return self.part(name).of(self.sent(whole, self._shapes[name], self.dtype))
+        return self.part(name).of(self.sent(whole, self.shapes[name], self.dtype))
 
     def sent(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The first rank's tensor, on every rank's device."""
@@ -165,13 +166,9 @@ class ShardedWeights:
             if p.requires_grad
         ]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor ``name``."""
-        return self._shapes[name]
-
     def part(self, name: str) -> Slice:
         """Which part of the tensor ``name`` this rank holds."""
-        return shard_slice(name, self._shapes[name], self.rank, self.ranks)
+        return shard_slice(name, self.shapes[name], self.rank, self.ranks)
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, plan: Any) -> Tensor:
         """Last hidden states, (B, T, hidden size); the head's weight is whole from here to the end of ``backward``."""
@@ -232,7 +229,7 @@ class ShardedWeights:
             to: number of that rank among those.
             most_bytes: of all ranks' parts that are under way at once: some rows of each.
         """
-        parts = [shard_slice(name, self._shapes[name], rank, self.ranks) for rank in range(self.ranks)]
+        parts = [shard_slice(name, self.shapes[name], rank, self.ranks) for rank in range(self.ranks)]
         num_rows, num_columns = len(parts[0].rows), len(parts[0].columns)  # of the largest
         each = max(1, most_bytes // (num_columns * self.dtype.itemsize * (self.ranks + 1)))
         for start in range(0, num_rows, each):
@@ -256,7 +253,7 @@ class ShardedWeights:
             ConfigError: the engine holds other tensors than the model, or of another dtype.
         """
         holders = self._holders
-        return SliceWriter(self.shards(), self._shapes, slices, dtype=self.dtype, group=self.group, holders=holders)
+        return SliceWriter(self.shards(), self.shapes, slices, dtype=self.dtype, group=self.group, holders=holders)
 
     def shards(self) -> dict[str, Tensor]:
         """All of this rank's, tied ones once; they stay where they are."""
@@ -277,7 +274,7 @@ class ShardedWeights:
         dist.all_reduce(halves, group=self.group)
         return {
             name: ((high << 32) + low) % (1 << 64)
-            for name, (high, low) in zip(self._shapes, halves.tolist(), strict=True)
+            for name, (high, low) in zip(self.shapes, halves.tolist(), strict=True)
         }
 
 
@@ -289,8 +286,3 @@ def _local(parameter: Tensor) -> Tensor:
     assert isinstance(parameter, DTensor)
     local: Tensor = parameter.to_local()
     return local.detach()
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    """This process's device in a mesh, as FSDP chooses it: of several the current one."""
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tandem.distributed.gradient_sums import BUCKET, GradientSums, LocalSums, ParameterCut
+from tandem.distributed.gradient_sums import GradientSums, LocalSums, ParameterCut
 from tandem.distributed.group import DataGroup
 from tandem.distributed.state_shards import Box, StateShare, matrix_shape, run_boxes
 from tandem.optimizers.base import BLOCK, ParameterPart, UpdatesParts, global_norm
@@ -56,7 +56,7 @@ class ShardedStepper:
         self._inner = optimizer.bind_parts([part for cut in self._cuts for part in cut.parts])
         widest = functools.reduce(torch.promote_types, (p.dtype for _, p in self._named), torch.float32)
         kind = LocalSums if local else GradientSums
-        self._sums = kind(self._cuts, group, self._inner.add, widest, BUCKET)
+        self._sums = kind(self._cuts, group, self._inner.add, widest)
         self._started = [False] * len(self._cuts)
 
     def _cut(self, name: str, parameter: Parameter, *, replicate: bool) -> ParameterCut:

@@ -134,26 +134,19 @@ class SliceWriter:
 
     def _gather(self, gather_group: GatherGroup, batch: Sequence[Gathered]) -> int:
         """Send this rank's parts of some tensors, and copy of the group's what the worker needs."""
-        size, sample = sum(tensor.size for tensor in batch), self._shards[batch[0].name]
-        sent_here = torch.empty(size, dtype=self._dtype, device=sample.device)
-        every = torch.empty(len(gather_group.ranks) * size, dtype=self._dtype, device=sample.device)
-        sent = [
-            (place[: shard.numel()].view(shard.shape), shard)
-            for place, shard in zip(
-                sent_here.split([tensor.size for tensor in batch]),
-                [self._shards[tensor.name] for tensor in batch],
-                strict=True,
-            )
-            if shard.numel()
-        ]
+        sizes, shards = [tensor.size for tensor in batch], [self._shards[tensor.name] for tensor in batch]
+        sent_here = torch.empty(sum(sizes), dtype=self._dtype, device=shards[0].device)
+        every = torch.empty(len(gather_group.ranks) * sum(sizes), dtype=self._dtype, device=shards[0].device)
+        pairs = zip(sent_here.split(sizes), shards, strict=True)
+        sent = [(place[: shard.numel()].view(shard.shape), shard) for place, shard in pairs if shard.numel()]
         if sent:
             torch._foreach_copy_([place for place, _ in sent], [shard for _, shard in sent])
         dist.all_gather_into_tensor(every, sent_here, group=gather_group.group)
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for rank, of_rank in enumerate(every.split(size)):
-            for tensor, place in zip(batch, of_rank.split([tensor.size for tensor in batch]), strict=True):
-                pairs += self._needed(tensor, tensor.parts[rank], place)
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        needed: list[tuple[Tensor, Tensor]] = []
+        for rank, of_rank in enumerate(every.split(sum(sizes))):
+            for tensor, place in zip(batch, of_rank.split(sizes), strict=True):
+                needed += self._needed(tensor, tensor.parts[rank], place)
+        torch._foreach_copy_([target for target, _ in needed], [source for _, source in needed])
         received = sum(part.num_elements for tensor in batch for part in tensor.parts)
         return (received - sum(shard.numel() for _, shard in sent)) * self._dtype.itemsize
 
@@ -174,6 +167,5 @@ def _check(shapes: Mapping[str, Any], slices: Mapping[str, Sequence[EngineSlice]
     for name, targets in slices.items():
         if any(target.tensor.dtype != dtype for target in targets):
             raise ConfigError(
-                f"the engine holds {name!r} as {targets[0].tensor.dtype}, the model as {dtype}; give both the same "
-                "dtype"
+                f"the engine holds {name!r} as {targets[0].tensor.dtype}, the model as {dtype}; give both one dtype"
             )

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tandem.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.lazy import Tensor
 
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Layers whose input is split among tensor-parallel workers, and so the columns of their weight; of all other tensors

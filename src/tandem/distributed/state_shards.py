@@ -178,6 +178,5 @@ def _fill(box: Box, tensor: Tensor, offsets: Sequence[int]) -> int:
 def other_states(name: str) -> CheckpointError:
     """The error where stored states do not fit, and which one is the first."""
     return CheckpointError(
-        f"the optimizer state is of other parameters: {name!r} does not match; resume with the recipe that the "
-        "checkpoint was made with"
+        f"the optimizer state is of other parameters: {name!r} does not match; resume with the checkpoint's recipe"
     )

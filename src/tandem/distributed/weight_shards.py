@@ -170,7 +170,7 @@ class WeightShardStepper:
                 shares.append(StateShare(name=key, shape=(1,), boxes=(box,)))
                 continue
             name = key.rpartition("/")[0]
-            shape = matrix_shape(weights.shape(name))
+            shape = matrix_shape(weights.shapes[name])
             first, shard = weights.part(name).first[: len(shape)], state.view(matrix_shape(state.shape))
             boxes = (Box(offsets=first, tensor=shard, is_written=is_ours),) if state.numel() else ()
             shares.append(StateShare(name=key, shape=shape, boxes=boxes))

@@ -24,6 +24,10 @@ FAILURES = ("timeout", "raised", "bad_value", "crashed", "away")
 """Why a rollout has no reward, as metrics count it under ``grading/failed_``."""
 
 
+Look = Callable[[MetricsHistory], str]
+"""What the newest steps show of a pattern; empty if nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """What an alarm found at the newest step."""
@@ -42,8 +46,7 @@ class Pattern:
 
     alarm: Name
     """The alarm that it raises."""
-    look: Callable[[MetricsHistory], str]
-    """What the newest steps show of it; empty if nothing."""
+    look: Look
     means: str
     """What it usually means."""
     change: str
@@ -58,9 +61,7 @@ def find(alarm: Name, history: MetricsHistory) -> Finding | None:
     return None
 
 
-def _changed(
-    metric: str, seen: str, test: Callable[[float, float, RecipeOptions], bool]
-) -> Callable[[MetricsHistory], str]:
+def _changed(metric: str, seen: str, test: Callable[[float, float, RecipeOptions], bool]) -> Look:
     """The median of a metric against earlier ones, unless the main reward has risen since.
 
     Args:
@@ -149,7 +150,7 @@ def _zero_variance_share(window: Window) -> float | None:
     return window.total(metrics_history.ZERO_VARIANCE) / groups if groups >= 16 else None
 
 
-def _kl_behavior(*, off_policy: bool) -> Callable[[MetricsHistory], str]:
+def _kl_behavior(*, off_policy: bool) -> Look:
     """Sampler and trainer differ by more than is usual, or by ten times what they did."""
     limit = 0.3 if off_policy else 0.05
 
@@ -264,7 +265,7 @@ alarm that comes and goes stays open."""
 class Notice:
     """An alarm that is raised, or over."""
 
-    alarm: str
+    alarm: Name
     """Its name."""
     step: int
     """The step after which it is reported."""
@@ -272,8 +273,6 @@ class Notice:
     """First step that showed it."""
     finding: Finding | None
     """None: it is over."""
-    metrics: tuple[str, ...] = ()
-    """Metrics concerned."""
 
     def fields(self) -> dict[str, Json]:
         """Fields of its event."""
@@ -281,7 +280,7 @@ class Notice:
         if self.finding is None:
             return head
         texts = {"seen": self.finding.seen, "means": self.finding.means, "change": self.finding.change}
-        return {**head, **texts, "metrics": list(self.metrics)}
+        return {**head, **texts, "metrics": list(METRICS[self.alarm])}
 
 
 @dataclass(slots=True)
@@ -320,7 +319,7 @@ class _Episode:
 
     def notice(self, finding: Finding, step: int) -> Notice:
         """The alarm, as of a step."""
-        return Notice(alarm=self.alarm, step=step, since=self.since, finding=finding, metrics=METRICS[self.alarm])
+        return Notice(alarm=self.alarm, step=step, since=self.since, finding=finding)
 
 
 class AlarmWatch:

@@ -98,13 +98,6 @@ def percent_with_interval(record: Mapping[str, Json]) -> str:
     return text
 
 
-def largest_pass(record: Mapping[str, Json]) -> tuple[str, float] | None:
-    """The pass@k of the largest k, as (k, share)."""
-    table = record.get("pass_at") or {}
-    k = max(table, key=int, default=None)
-    return None if k is None or int(k) < 2 else (str(k), float(table[k]))
-
-
 def step_line(step: int, steps: int, metrics: Mapping[str, float], left: float | None) -> str:
     """One step of so many in one line, with the seconds left if they are known."""
 
@@ -129,8 +122,9 @@ def evaluation_line(evaluations: Sequence[Mapping[str, Json]]) -> str:
     """The latest evaluation in one line, compared with the first."""
     last, first = evaluations[-1], evaluations[0]
     text = f"evaluation at step {last['step']}: {percent_with_interval(last)}"
-    if k := largest_pass(last):
-        text += f", pass@{k[0]} {100 * k[1]:.1f} %"
+    passed = last.get("pass_at") or {}
+    if int(k := max(passed, key=int, default="1")) > 1:
+        text += f", pass@{k} {100 * passed[k]:.1f} %"
     if "loss" in last and "mean" in last:
         text += f", loss {last['loss']:.4g}"
     if "tasks" in last:

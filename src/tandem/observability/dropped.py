@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tandem.observability.completions import shortened, shown
 from tandem.observability.emit import Telemetry
-from tandem.types import Group, Json, Rollout
+from tandem.types import Group, Json
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class DroppedGroups:
     def _say(self, step: int, group: Group, warns: bool) -> None:
         count, why = self._why.total(), dict(self._why)
         fields: dict[str, Json] = {"step": step, "dropped": count, "why": why, "warning": warns}
-        fields["example"] = shown(_example(group))
+        fields["example"] = shown(next((r for r in group.rollouts if r.error), group.rollouts[0]))
         if warns:
             fields["change"] = change(self._last, self.max_tokens)
         log.info("step %d: %d groups dropped so far: %s", step, count, why)
@@ -103,8 +103,3 @@ def change(dropped: Collection[tuple[str, Group]], max_tokens: int) -> str:
     if commonest == ZERO:
         return "read the answer: if it is right, mend the reward; if not, use easier tasks, or a stronger model"
     return "harder tasks, or a reward that tells a good answer from a better one"
-
-
-def _example(group: Group) -> Rollout:
-    """A failed answer of a group that failed, else its first."""
-    return next((rollout for rollout in group.rollouts if rollout.error), group.rollouts[0])

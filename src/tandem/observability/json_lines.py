@@ -148,7 +148,10 @@ class JsonLinesFile:
         """Open for appending; what a killed writer left of its last line is cut off first."""
         self._path = path
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        self._cut_torn_line()
+        if os.fstat(self._fd).st_size:
+            with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as data:
+                end = data.rfind(b"\n") + 1
+            os.ftruncate(self._fd, end)
 
     def append(self, row: Mapping[str, Json]) -> None:
         """Add a row.
@@ -169,9 +172,3 @@ class JsonLinesFile:
     def close(self) -> None:
         """Give the file back."""
         os.close(self._fd)
-
-    def _cut_torn_line(self) -> None:
-        if os.fstat(self._fd).st_size:
-            with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as data:
-                end = data.rfind(b"\n") + 1
-            os.ftruncate(self._fd, end)

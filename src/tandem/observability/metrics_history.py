@@ -36,21 +36,9 @@ class Window:
     rows: tuple[Row, ...] = ()
     """Oldest first."""
 
-    def __bool__(self) -> bool:
-        return bool(self.rows)
-
     def __str__(self) -> str:
-        return f"step {self.last}" if self.first == self.last else f"steps {self.first}–{self.last}"
-
-    @property
-    def first(self) -> int:
-        """Its first step."""
-        return self.rows[0][0]
-
-    @property
-    def last(self) -> int:
-        """Its last step."""
-        return self.rows[-1][0]
+        first, last = self.rows[0][0], self.rows[-1][0]
+        return f"step {last}" if first == last else f"steps {first}–{last}"
 
     def values(self, metric: str) -> list[float]:
         """Finite values, oldest first; a step may have none."""
@@ -111,16 +99,11 @@ class MetricsHistory:
         rows = tuple(self._rows)
         ends = [len(rows) - ago for ago in AGO if len(rows) >= ago + EARLIER - 2]
         windows = [Window(rows[max(0, end - EARLIER) : end]) for end in ends]
-        return [*windows, self.start] if len(rows) >= START + NOW else windows
+        return [*windows, Window(tuple(self._start[:START]))] if len(rows) >= START + NOW else windows
 
     def stagnant(self) -> list[Window]:
         """Earlier windows since which the main reward has not risen."""
         return [window for window in self.earlier() if not self.rises(window)]
-
-    @property
-    def start(self) -> Window:
-        """The first steps of the run."""
-        return Window(tuple(self._start[:START]))
 
     def rises(self, then: Window) -> bool:
         """True if the main reward rose by more than scatter since an earlier window, or the tasks are solved.

@@ -12,14 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tandem.observability.board import duration
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
 
 LONG = 5.0
 """Seconds after which a person wants to know how far something is."""
@@ -120,29 +114,6 @@ def text(shown: Progress) -> str:
     if shown.left is not None:
         parts.append(f"about {duration(shown.left)} left")
     return ", ".join(parts)
-
-
-def bar(shown: Progress) -> RenderableType:
-    """One line: a bar with the time left, or the time gone where the rest is unknown."""
-    from rich.progress_bar import ProgressBar
-    from rich.text import Text
-
-    count = f" {shown.done}/{shown.total} {shown.unit}" if shown.total else ""
-    rest = "" if shown.left is None else f" · {duration(shown.left)} left"
-    filled = ProgressBar(total=shown.total or None, completed=shown.done, pulse=not shown.total)
-    return bar_row(Text(shown.what + count), filled, duration(shown.seconds) + rest)
-
-
-def bar_row(label: Text, bar: RenderableType, times: str) -> Table:
-    """A label, a bar as wide as the terminal allows, and times."""
-    from rich.table import Table
-
-    row = Table.grid(padding=(0, 1), expand=True)
-    row.add_column(no_wrap=True)
-    row.add_column(ratio=1)
-    row.add_column(no_wrap=True, justify="right")
-    row.add_row(label, bar, times)
-    return row
 
 
 class ProgressLines:

@@ -103,7 +103,7 @@ def shown(folder: Path, rank: int = 0) -> Iterator[None]:
     for earlier in followers(folder) if rank == 0 else ():
         file(folder, earlier).unlink(missing_ok=True)
     over = threading.Event()
-    beat = _Beat(loop)
+    beat = Beat(loop, PERIOD / 2)
     with stacks(folder, rank).open("a", encoding="utf-8") as out:
         faulthandler.register(SIGNAL, out, all_threads=True)
         thread = threading.Thread(target=_write, args=(folder, rank, beat, out, over), name="vitals", daemon=True)
@@ -118,37 +118,34 @@ def shown(folder: Path, rank: int = 0) -> Iterator[None]:
             file(folder, rank).unlink(missing_ok=True)
 
 
-class _Beat:
-    """Time of the event loop's last turn."""
+class Beat:
+    """Time of an event loop's last turn; without a loop that of its start."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        self.loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop | None, period: float) -> None:
+        self.loop, self._period = loop, period
         self._timer: asyncio.TimerHandle | None = None
         self._turn()
 
     def _turn(self) -> None:
-        self._last = time.monotonic()
+        self.last = time.monotonic()
         if self.loop is not None:
-            self._timer = self.loop.call_later(PERIOD / 2, self._turn)
+            self._timer = self.loop.call_later(self._period, self._turn)
 
     def stop(self) -> None:
         """Take no more turns."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def lag(self) -> float | None:
-        """Seconds since the last turn; None without an event loop."""
-        return None if self.loop is None else round(time.monotonic() - self._last, 3)
 
-
-def _write(folder: Path, rank: int, beat: _Beat, out: TextIO, over: threading.Event) -> None:
+def _write(folder: Path, rank: int, beat: Beat, out: TextIO, over: threading.Event) -> None:
     """The thread: a heartbeat each period, stacks on request."""
     process = identity(os.getpid())
     assert process is not None
     while True:
         with contextlib.suppress(OSError):  # a full disk ends no run; the age of the file tells
             aside = file(folder, rank).with_suffix(".tmp")
-            aside.write_text(json.dumps(_signs(process, beat.lag())), encoding="utf-8")
+            lag = None if beat.loop is None else round(time.monotonic() - beat.last, 3)
+            aside.write_text(json.dumps(_signs(process, lag)), encoding="utf-8")
             aside.replace(file(folder, rank))
             if request(folder, rank).exists():
                 write_stacks(out, beat.loop)

@@ -51,11 +51,10 @@ class Watchdog:
         self._leave = leave
         self._thread = threading.get_ident()
         self._period = min(1.0, min(timeouts.wait_seconds, timeouts.loop_seconds, timeouts.end_seconds) / LOOKS)
-        self._timer: asyncio.TimerHandle | None = None
         self._stacks = ""
         self._late: Deadline | None = None
         self._over = threading.Event()
-        self._beat_at = self._running_since = self._heard = time.monotonic()
+        self._running_since = self._heard = time.monotonic()
         self._begun = 0
         self._abandoned: dict[waits.Wait, float] = {}
         self._ending: float | None = None
@@ -85,21 +84,16 @@ class Watchdog:
     def watching(self) -> Iterator[None]:
         """Watch while the block lasts; afterwards too, if a deadline ended it and the process does not exit."""
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._beat()
+        self._beat = vitals.Beat(self._loop, self._period)
         thread.start()
         try:
             yield
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            self._beat.stop()
             self._over.set()
             thread.join()
             if self._late is not None:
                 threading.Thread(target=self._end_process, name="watchdog at exit", daemon=True).start()
-
-    def _beat(self) -> None:
-        self._beat_at = time.monotonic()
-        self._timer = self._loop.call_later(self._period, self._beat)
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -126,7 +120,7 @@ class Watchdog:
             if self._idle(self._ending, now) > timeouts.end_seconds:
                 self._stop(f"{self._late}; the run did not end within {timeouts.end_seconds:g} s after that")
             return
-        loop_idle = self._idle(self._beat_at, now)
+        loop_idle = self._idle(self._beat.last, now)
         self._judge_loop(loop_idle)
         # While the event loop stands still no wait can begin or be given up, nor can what a task waits for come.
         stands = loop_idle > LOOKS / 2 * self._period

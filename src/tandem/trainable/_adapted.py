@@ -33,9 +33,8 @@ class AdaptedLinear(Linear):
         if not torch.is_grad_enabled():
             return _sum(x, *weights)[0].view(*x.shape[:-1], base.out_features)
         out_NO: Tensor = _Sum.apply(x, *weights)  # type: ignore[no-untyped-call]
-        return out_NO.view(
-            *x.shape[:-1], base.out_features
-        )  # here, since models may write to it: a view made in _Sum may not be
+        # Here, since models may write to it: a view made in _Sum may not be.
+        return out_NO.view(*x.shape[:-1], base.out_features)
 
 
 def adapt(model: nn.Module) -> nn.Module:

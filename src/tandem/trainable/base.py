@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +12,6 @@ from typing import Any, ClassVar, Literal
 
 from tandem.errors import CheckpointError, ConfigError
 from tandem.lazy import Tensor, torch
-
-
-class WeightSource:
-    """The published tensors by name, live and in one order, tied weights once.
-
-    Every pass yields the storage that the parameters have at that time: an engine that lends its own may move them.
-    """
-
-    def __init__(self, named: Iterable[tuple[str, Tensor]]):
-        self._named = tuple(named)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor, which shares the parameter's storage and wants no gradient."""
-        return ((name, tensor.detach()) for name, tensor in self._named)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +74,12 @@ class Trainable(ABC):
         """Names and parameters that are trained, tied ones once."""
         return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
-    def source(self, model: torch.nn.Module) -> WeightSource:
-        """The tensors that training changes and an engine samples from, as they travel."""
-        return WeightSource(self.parameters(model))
+    def source(self, model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+        """The tensors that training changes and an engine samples from, as they travel; tied ones once.
+
+        The parameters themselves: an engine that lends its own memory may move their storage.
+        """
+        return self.parameters(model)
 
     def fold(self, model: torch.nn.Module) -> None:  # noqa: B027 - most ways of training have nothing to fold
         """Bring the weights that are sampled from up to date with the parameters that the optimizer wrote.

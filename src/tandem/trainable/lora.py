@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from tandem.errors import CheckpointError, ConfigError, bounded, check_bounds
 from tandem.lazy import Tensor, torch
-from tandem.trainable.base import Trainable, WeightSource, layer_of, read_into, safetensors_in
+from tandem.trainable.base import Trainable, layer_of, read_into, safetensors_in
 from tandem.transport.adapters import write_adapter
 
 _PREFIX = "base_model.model."
@@ -181,11 +181,11 @@ class Lora(Trainable):
         rest = f"; none on {', '.join(without)}: name them in trainable.target_parameters" if without else ""
         return f"adapters on {', '.join(on)}{rest}"
 
-    def source(self, model: torch.nn.Module) -> WeightSource:
+    def source(self, model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
         """The adapter's tensors; merged, the adapted layers' weights under their Hugging Face names."""
         if not self.merged:
             return super().source(model)
-        return WeightSource((f"{name}.weight", layer.weight) for name, layer in _merged_layers(model))
+        return [(f"{name}.weight", layer.weight) for name, layer in _merged_layers(model)]
 
     def fold(self, model: torch.nn.Module) -> None:
         """Merged: write W0 + alpha/rank * B A into every adapted weight; otherwise nothing."""

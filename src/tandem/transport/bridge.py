@@ -13,15 +13,13 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from tandem.errors import TransportError
+from tandem.lazy import Tensor
 from tandem.transport.parts import attach_parts
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -138,10 +136,7 @@ class VllmBridge(msgspec.Struct, kw_only=True, frozen=True):
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise TransportError(
-                f"{path} is not as expected: {error}; start the engine with shared weights, or let it write the file "
-                "again"
-            ) from error
+            raise TransportError(f"{path} is not as expected: {error}; let the engine write it again") from error
 
 
 def find(path: Path | None = None) -> Path:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tandem.errors import TransportError
-from tandem.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.lazy import Tensor, torch
 
 BUCKET_BYTES = 64 << 20
 _ALIGNMENT = 64  # bytes; more than any dtype or vector load needs
@@ -74,9 +71,7 @@ class BucketPlan:
         for entry in self.entries:
             name, shape, kind = entry
             if not isinstance(getattr(torch, kind, None), torch.dtype) or min(shape, default=1) < 1:
-                raise TransportError(
-                    f"{name!r} cannot travel: expected a torch dtype and elements, got {kind}{[*shape]}"
-                )
+                raise TransportError(f"{name!r} cannot travel: expected torch dtype and elements, got {kind}{[*shape]}")
             if not self.buckets or _aligned(self.buckets[-1].size) + entry.bytes > bucket_bytes:
                 self.buckets.append(Bucket())
             self.buckets[-1].add(entry)

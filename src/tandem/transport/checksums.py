@@ -16,13 +16,10 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tandem.errors import TornWeights
-from tandem.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.lazy import Tensor, torch
 
 Sums = dict[str, int]
 """Checksum of each tensor, from 0 to 2^64 - 1, by name."""

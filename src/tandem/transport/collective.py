@@ -47,98 +47,9 @@ class Flight(NamedTuple):
     """What it carries, by name; keeps the memory."""
 
 
-class Lane:
-    """Buckets in flight. All errors of torch come out as they are: RuntimeError.
-
-    Args:
-        device: where the tensors are.
-        nccl: whether NCCL carries them; otherwise gloo, through host memory.
-    """
-
-    def __init__(self, device: torch.device, *, nccl: bool):
-        if nccl and (device.type != "cuda" or not dist.is_nccl_available()):
-            raise TransportError(f"backend nccl needs CUDA and a torch built with it; on {device} use backend gloo")
-        if device == torch.device("cuda"):  # as tensors name theirs
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device = device
-        self.wire = device if nccl else torch.device("cpu")
-        """Where what is transferred must be."""
-        self.group: Any = None
-        self._stream = torch.cuda.Stream(device) if nccl else None
-        self.buffers: dict[int, Tensor] = {}
-
-    @property
-    def nccl(self) -> bool:
-        """Whether transfers are a GPU's work, which this thread need not wait for."""
-        return self._stream is not None
-
-    def open(self, group: Any) -> Flight:
-        """Take the group; a first transfer of one byte, with which nccl makes its connections."""
-        self.group = group
-        return Flight(_from_rank_0(group, torch.zeros(1, dtype=torch.uint8, device=self.wire)), [])
-
-    def launch(
-        self,
-        plan: BucketPlan,
-        index: int,
-        *,
-        pack: Pack | None = None,
-        before: Sequence[Flight] = (),
-        keep: bool = False,
-    ) -> Flight:
-        """Put a bucket on the wire.
-
-        Args:
-            plan: the publish.
-            index: which bucket.
-            pack: rank 0's, which fills it.
-            before: flights that have used the same memory and may not be over.
-            keep: use memory that nothing else will use.
-        """
-        bucket = plan.buckets[index]
-        memory = self._memory(index, bucket.size, plan.bucket_bytes, keep=keep)
-        views = bucket.views(memory)
-        with self.side():
-            if pack is not None:
-                for flight in before:
-                    self.behind(flight)
-                pack(views)
-            return Flight(_from_rank_0(self.group, memory[: bucket.size]), views)
-
-    def _memory(self, index: int, size: int, most: int, *, keep: bool) -> Tensor:
-        """Bytes for one bucket: one of two that are kept, or memory of its own for a tensor larger than those."""
-        memory = self.buffers.get(index % BUFFERS)
-        if keep or memory is None or memory.numel() < size:
-            pinned = self.wire != self.device
-            memory = torch.empty(size, dtype=torch.uint8, device=self.wire, pin_memory=pinned)
-            if size <= most and not keep:
-                self.buffers[index % BUFFERS] = memory
-        return memory
-
-    def behind(self, flight: Flight) -> None:
-        """Have the current stream wait for it; for gloo, which has none, this thread. Raises what went wrong."""
-        flight.work.wait()
-
-    def check(self, flight: Flight) -> None:
-        """Raise what went wrong with one that is over."""
-        with self.side():
-            self.behind(flight)
-        if self.nccl and (state := self.group.get_error().name) != "SUCCESS":
-            raise RuntimeError(f"nccl reports {state}")
-
-    def mark(self) -> Any:
-        """An event behind what the current stream was given; None where there is no stream."""
-        return torch.cuda.current_stream(self.device).record_event() if self.nccl else None
-
-    @contextlib.contextmanager
-    def side(self) -> Iterator[None]:
-        """On CUDA, a stream beside the caller's, behind all that the caller's was given."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            yield
+def _behind(flight: Flight) -> None:
+    """Have the current stream wait for it; for gloo, which has none, this thread. Raises what went wrong."""
+    flight.work.wait()
 
 
 def _from_rank_0(group: Any, piece: Tensor) -> Any:
@@ -212,7 +123,19 @@ class Member(Sender):
         if not 0 <= rank < rendezvous.world:
             raise ValueError(f"rank must be from 0 to {rendezvous.world - 1}, not {rank}")
         self.rendezvous, self.rank = rendezvous, rank
-        self._lane = Lane(torch.device(device), nccl=rendezvous.backend == "nccl")
+        device = torch.device(device)
+        nccl = rendezvous.backend == "nccl"
+        if nccl and (device.type != "cuda" or not dist.is_nccl_available()):
+            raise TransportError(f"backend nccl needs CUDA and a torch built with it; on {device} use backend gloo")
+        if device == torch.device("cuda"):  # as tensors name theirs
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
+        self._wire = device if nccl else torch.device("cpu")
+        """Where what is transferred must be."""
+        self._stream = torch.cuda.Stream(device) if nccl else None
+        """Has NCCL's transfers, which this thread need not wait for; gloo's are through host memory."""
+        self._group: Any = None
+        self._buffers: dict[int, Tensor] = {}
         self._names = {rank: who}
         self._others = [other for other in range(rendezvous.world) if other != rank]
         self._plan: BucketPlan | None = None
@@ -242,7 +165,9 @@ class Member(Sender):
                 raise self._broke(why) from error
             self._names |= {rank: store.get(f"who/{rank}").decode() for rank in self._others}
         with self._reporting("connecting"):
-            self._finish(self._lane.open(open_group(self.rendezvous, self.rank, self._address)))
+            self._group = open_group(self.rendezvous, self.rank, self._address)
+            one_byte = torch.zeros(1, dtype=torch.uint8, device=self._wire)  # with which nccl makes its connections
+            self._finish(Flight(_from_rank_0(self._group, one_byte), []))
 
     def _listen(self) -> None:
         """Give up as soon as another member has; a thread of its own, since a store that is lost may never answer."""
@@ -274,11 +199,7 @@ class Member(Sender):
         return plan.bytes
 
     def receive(
-        self,
-        entries: Iterable[tuple[str, Sequence[int], str]],
-        bucket_bytes: int = BUCKET_BYTES,
-        *,
-        keep: bool = False,
+        self, entries: Iterable[tuple[str, Sequence[int], str]], bucket_bytes: int = BUCKET_BYTES, *, keep: bool = False
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Every other rank: the tensors, some at a time, in memory that is used again once more are asked for.
 
@@ -300,15 +221,15 @@ class Member(Sender):
             for index in range(len(plan.buckets) + BUFFERS):
                 if index >= BUFFERS:
                     yield self._arrived(posted.popleft(), flying)
-                    if self._lane.wire != self._lane.device:  # copies out of this host memory may still be queued
-                        torch.cuda.current_stream(self._lane.device).synchronize()
+                    if self._wire != self._device:  # copies out of this host memory may still be queued
+                        torch.cuda.current_stream(self._device).synchronize()
                 if index < len(plan.buckets):
                     posted.append(self._launch(plan, index, flying, keep=keep))
             while flying:
                 self._finish(flying.popleft())
-            if end := self._lane.mark():
+            if self._stream is not None:
                 self._doing = "copying out"
-                self._until(end.query)
+                self._until(torch.cuda.current_stream(self._device).record_event().query)
 
     def abort(self) -> None:
         """Give the group up, from any thread: calls in progress, here and at other members, raise. Idempotent."""
@@ -321,10 +242,10 @@ class Member(Sender):
             time.sleep(2 * _LOOK_SECONDS)  # the store stays until the others have read the note
         self._silence()
         atexit.unregister(self._silence)
-        group, self._lane.group, self._server = [self._lane.group], None, None
+        group, self._group, self._server = [self._group], None, None
         # Gloo's destructor waits for operations in progress, which end at their own deadline. An idle one is quick.
         self._aside(group.clear).join(timeout=1)
-        self._lane.buffers.clear()
+        self._buffers.clear()
 
     def _planned(self, entries: list[TensorEntry], bucket_bytes: int) -> BucketPlan:
         plan = self._plan
@@ -332,27 +253,68 @@ class Member(Sender):
             plan = self._plan = BucketPlan(entries, bucket_bytes)
         return plan
 
-    def _launch(self, plan: BucketPlan, index: int, flying: deque[Flight], **how: Any) -> Flight:
-        """Add a bucket to those in flight, of which as many are waited for as is due."""
-        large = plan.buckets[index].size > plan.bucket_bytes  # in memory of its own, of which little is held
-        while len(flying) >= (AHEAD if self._lane.nccl and not large else BUFFERS):
+    def _launch(
+        self, plan: BucketPlan, index: int, flying: deque[Flight], *, pack: Pack | None = None, keep: bool = False
+    ) -> Flight:
+        """Put a bucket on the wire, behind those in flight, of which as many are waited for as is due.
+
+        Args:
+            plan: the publish.
+            index: which bucket.
+            flying: buckets in flight.
+            pack: rank 0's, which fills it.
+            keep: use memory that nothing else will use.
+        """
+        bucket = plan.buckets[index]
+        large = bucket.size > plan.bucket_bytes  # in memory of its own, of which little is held
+        while len(flying) >= (AHEAD if self._stream is not None and not large else BUFFERS):
             self._finish(flying.popleft())
         self._doing = f"bucket {index + 1} of {len(plan.buckets)}"
-        before = list(flying)[-BUFFERS : 1 - BUFFERS]  # used the same memory; of a host's, it is over
-        flying.append(self._lane.launch(plan, index, before=before, **how))
+        memory = self._memory(index, bucket.size, plan.bucket_bytes, keep=keep)
+        views = bucket.views(memory)
+        with self._side():
+            if pack is not None:
+                for flight in list(flying)[-BUFFERS : 1 - BUFFERS]:  # used the same memory; of a host's, it is over
+                    _behind(flight)
+                pack(views)
+            flying.append(Flight(_from_rank_0(self._group, memory[: bucket.size]), views))
         return flying[-1]
+
+    def _memory(self, index: int, size: int, most: int, *, keep: bool) -> Tensor:
+        """Bytes for one bucket: one of two that are kept, or memory of its own for a tensor larger than those."""
+        memory = self._buffers.get(index % BUFFERS)
+        if keep or memory is None or memory.numel() < size:
+            pinned = self._wire != self._device
+            memory = torch.empty(size, dtype=torch.uint8, device=self._wire, pin_memory=pinned)
+            if size <= most and not keep:
+                self._buffers[index % BUFFERS] = memory
+        return memory
+
+    @contextlib.contextmanager
+    def _side(self) -> Iterator[None]:
+        """With NCCL, on a stream beside the caller's, behind all that the caller's was given."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _arrived(self, flight: Flight, flying: deque[Flight]) -> list[tuple[str, Tensor]]:
         """A bucket's tensors, for work on the current stream."""
-        if self._lane.nccl:
-            self._lane.behind(flight)
+        if self._stream is not None:
+            _behind(flight)
         else:
             self._finish(flying.popleft())
         return flight.views
 
     def _finish(self, flight: Flight) -> None:
+        """Return once it is over; raise what went wrong, of torch's errors as they are: RuntimeError."""
         self._until(flight.work.is_completed)
-        self._lane.check(flight)
+        with self._side():
+            _behind(flight)
+        if self._stream is not None and (state := self._group.get_error().name) != "SUCCESS":
+            raise RuntimeError(f"nccl reports {state}")
 
     def _until(self, is_over: Callable[[], bool]) -> None:
         """Return when it is over; raise when that takes too long, or a member has given up."""
@@ -394,8 +356,8 @@ class Member(Sender):
             return
         self._broken = why
         self._aside(self._note).join(timeout=5)
-        if self._lane.nccl and self._lane.group is not None:
-            self._aside(self._lane.group.abort).join(timeout=5)  # ends kernels that wait for a peer; may itself wait
+        if self._stream is not None and self._group is not None:
+            self._aside(self._group.abort).join(timeout=5)  # ends kernels that wait for a peer; may itself wait
 
     def _note(self) -> None:
         """Tell the others why, unless one has told before."""
@@ -408,7 +370,7 @@ class Member(Sender):
         The interpreter waits for gloo's at its end: it keeps its deadline, and a thread that comes out of torch while
         the interpreter shuts down aborts the process. It cannot wait for nccl's.
         """
-        thread = threading.Thread(target=call, name="tandem-group", daemon=self._lane.nccl)
+        thread = threading.Thread(target=call, name="tandem-group", daemon=self._stream is not None)
         thread.start()
         return thread
 

@@ -132,13 +132,11 @@ def first_line(error: Exception) -> str:
 @contextlib.contextmanager
 def unsupervised() -> Iterator[None]:
     """Have NCCL groups that are made meanwhile leave errors and deadlines to their maker, and never end the process."""
-    before = {name: os.environ.get(name) for name in _UNSUPERVISED}
+    before = {name: os.environ[name] for name in _UNSUPERVISED if name in os.environ}
     os.environ.update(_UNSUPERVISED)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in _UNSUPERVISED.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

@@ -19,14 +19,10 @@ import stat
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tandem.errors import TransportError
-from tandem.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from tandem.lazy import Tensor, torch
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where files are memory."""
@@ -54,8 +50,7 @@ def create(path: Path, size: int, token: str) -> int:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise TransportError(
-            f"{path} cannot be made ({error.strerror}); give a path in a folder that exists, at which there is no "
-            "file yet: remove_orphans removes what dead lenders left"
+            f"{path} cannot be made ({error.strerror}); give a path in a folder that exists, at which there is no file"
         ) from error
     fcntl.flock(lock, fcntl.LOCK_EX)  # before it has a header, without which no file is taken for an orphan
     try:
@@ -151,6 +146,23 @@ class ExportedTensors:
         self._release()
 
 
+def export(named: Mapping[str, Tensor], path: Path) -> tuple[Description, ExportedTensors | None]:
+    """Lend tensors of one device, all alive and in place from now on; those on the host move to a new file.
+
+    Returns:
+        What ``attach`` needs, and what is to be kept for as long as another process may attach.
+
+    Raises:
+        TransportError: as ``export_host`` and ``export_cuda``.
+    """
+    if next(iter(named.values())).is_cuda:
+        return export_cuda(named), None
+    exported = export_host(named, path)
+    for name, tensor in named.items():
+        tensor.data = exported.tensors[name]
+    return exported.description, exported
+
+
 def export_host(named: Mapping[str, Tensor], path: Path) -> ExportedTensors:
     """Copy host tensors into one new shared file; each comes back with its shape, dtype, strides and aliases.
 
@@ -214,23 +226,22 @@ def export_cuda(named: Mapping[str, Tensor]) -> Description:
 def _handle(name: str, storage: torch.UntypedStorage) -> dict[str, Any]:
     """By which another process opens a storage."""
     try:
-        index, handle, size, offset, counter, counter_offset, event, wait = storage._share_cuda_()
+        entry = dict(zip(_HANDLE, storage._share_cuda_(), strict=True))
     except RuntimeError as error:
         raise TransportError(f"{name} cannot be exported ({str(error).splitlines()[0]}); {_ADVICE}") from error
+    handle = entry["ipc_handle_b64"]
     # CUDA's own 64 bytes, or a version, a letter (c for cudaMalloc, e for an expandable segment) and torch's handle.
     if len(handle) != 64 and handle[1:2] == b"e":
         raise TransportError(f"{name} lies in an expandable segment; {_ADVICE}")
-    return {
-        "device_index": index,
-        "device_uuid": gpu_uuid(index),
-        "ipc_handle_b64": base64.b64encode(handle).decode(),
-        "storage_size": size,
-        "storage_offset": offset,
-        "ref_counter_handle_b64": base64.b64encode(counter).decode(),
-        "ref_counter_offset": counter_offset,
-        "event_handle_b64": base64.b64encode(event).decode(),
-        "event_sync_required": bool(wait),
-    }
+    encoded = {key: base64.b64encode(value).decode() for key, value in entry.items() if key.endswith("_b64")}
+    return {**entry, **encoded, "device_uuid": gpu_uuid(entry["device_index"])}
+
+
+_HANDLE = (
+    "device_index", "ipc_handle_b64", "storage_size", "storage_offset", "ref_counter_handle_b64", "ref_counter_offset",
+    "event_handle_b64", "event_sync_required",
+)  # fmt: skip
+"""What torch tells of a shared storage and takes to open it, in its order; bytes are in base64."""
 
 
 def attach(description: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -254,9 +265,7 @@ def attach(description: Mapping[str, Any]) -> dict[str, Tensor]:
                 storages[key] = storage
             out[name] = _view(name, storages[key], entry)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise TransportError(
-            f"a description of lent tensors is not as expected: {error!r}; pass on what the lender answered"
-        ) from error
+        raise TransportError(f"a description of lent tensors is not as expected: {error!r}") from error
     return out
 
 
@@ -329,8 +338,7 @@ def _device_index(entry: Mapping[str, Any]) -> int:
     visible = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
     if uuid not in visible:
         raise TransportError(
-            f"the tensors lie on GPU {uuid}, but this process sees {', '.join(visible) or 'no GPU'}; let both sides "
-            "see it (CUDA_VISIBLE_DEVICES)"
+            f"tensors lie on GPU {uuid}, but this process sees {', '.join(visible) or 'none'} (CUDA_VISIBLE_DEVICES)"
         )
     return visible.index(uuid)
 
@@ -342,16 +350,8 @@ def open_storage(entry: Mapping[str, Any], offset: int) -> torch.UntypedStorage:
         TransportError: its GPU is not visible here, or CUDA refuses.
     """
     index = _device_index(entry)
-    arguments = (
-        index,
-        base64.b64decode(entry["ipc_handle_b64"]),
-        int(entry["storage_size"]),
-        offset,
-        base64.b64decode(entry["ref_counter_handle_b64"]),
-        int(entry["ref_counter_offset"]),
-        base64.b64decode(entry["event_handle_b64"]),
-        bool(entry["event_sync_required"]),
-    )
+    values = {**entry, "device_index": index, "storage_offset": offset}
+    arguments = [base64.b64decode(values[key]) if key.endswith("_b64") else values[key] for key in _HANDLE]
     try:
         torch.cuda.init()
         storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(*arguments)

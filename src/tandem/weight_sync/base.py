@@ -77,11 +77,11 @@ class WeightSync(Bounded, ABC):
         (False, True)
     """
 
-    payloads: ClassVar[frozenset[str]]
-    """Supported payloads: weights, adapter."""
+    payloads: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
+    """Supported payloads."""
     capability: ClassVar[type]
     """The capability of an engine that it needs."""
-    pause: ClassVar[Literal["step", "transfer", "never"]]
+    pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
     """When the engine is paused: from before the optimizer, from before the transfer, or not at all."""
 
     sums_before_pause: ClassVar[bool] = False

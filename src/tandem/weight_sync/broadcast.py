@@ -30,9 +30,7 @@ LEAVING = 60.0
 class Broadcast(Periodic):
     """NCCL between GPUs, gloo on a CPU; weights or adapter tensors land in place, and no disk is touched."""
 
-    payloads: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
     capability: ClassVar[type] = ReceivesBroadcast
-    pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     in_flight: Literal["continue", "finish"] = "continue"
     """Requests being sampled when weights change: go on under the new ones, token by token versioned, or end first."""
@@ -111,11 +109,8 @@ class Broadcast(Periodic):
         Raises:
             TransportError: names the engine or rank that broke off.
         """
-        engine, trained, bucket_bytes = (
-            session.engine,
-            session.trained,
-            (self.bucket_mb << 20) // session.trained.gathers,
-        )
+        engine, trained = session.engine, session.trained
+        bucket_bytes = (self.bucket_mb << 20) // trained.gathers
         assert isinstance(engine, ReceivesBroadcast)
         trained.sends_frozen = not engine.sums_bytes  # vLLM reloads whole layers: what is left out would be garbage
         adapter = trained.adapter() if session.trainable.payload == "adapter" else None
@@ -173,8 +168,7 @@ def _address(addresses: Sequence[str]) -> str:
     elsewhere = sorted({address for address in addresses if not ipaddress.ip_address(address).is_loopback})
     if len(elsewhere) > 1:
         raise TransportError(
-            f"the engines are reached from {', '.join(elsewhere)}, and the trainer waits for them at one address: name "
-            "the one that all of them reach in sync.host"
+            f"the engines are reached from {', '.join(elsewhere)}: name the address that all of them reach in sync.host"
         )
     return elsewhere[0] if elsewhere else addresses[0]
 

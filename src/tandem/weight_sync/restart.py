@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from tandem.engines.base import Relaunches
 from tandem.errors import bounded
@@ -17,9 +17,7 @@ from tandem.weight_sync.base import Periodic, SyncContext
 class Restart(Periodic):
     """A checkpoint or adapter folder, and a new engine on it. Only an engine that we started is ended."""
 
-    payloads: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
     capability: ClassVar[type] = Relaunches
-    pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
     every: int = bounded(3, least=1)
     """Steps between two restarts; there is one after the last step too."""

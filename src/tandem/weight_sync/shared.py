@@ -6,20 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from tandem.engines.base import EngineSpec, ExportsToRanks, ExportsWeights, ReportsChecksums, TakesAdapter
 from tandem.errors import UnsupportedPair
-from tandem.lazy import torch
+from tandem.lazy import Parameter, Tensor, torch
 from tandem.transport.bridge import VllmBridge, find
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.verify.probe import differing
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +27,6 @@ class Shared(WeightSync):
     engine's memory (CUDA IPC, or POSIX shared memory on a CPU), and the engine stands still while they are written.
     """
 
-    payloads: ClassVar[frozenset[str]] = frozenset({"weights", "adapter"})
     capability: ClassVar[type] = ExportsWeights
     pause: ClassVar[Literal["step", "transfer", "never"]] = "step"
 
@@ -45,10 +41,7 @@ class Shared(WeightSync):
         """Refuse a pair that cannot work, and a file where there can be none yet."""
         super().check(trainable=trainable, engine=engine)
         if self.bridge is not None and not getattr(engine, "urls", ()):
-            raise UnsupportedPair(
-                "sync.bridge is the file of an engine that runs already (engine: vllm with urls, by: tandem serve "
-                "engine RECIPE); an engine that is started here says itself where its weights are: remove it"
-            )
+            raise UnsupportedPair("sync.bridge is the file of an engine at urls, and there is none: remove sync.bridge")
 
     async def bind(self, session: SyncContext) -> None:
         """Make the policy's weights views of the engine's storage, each compared by value or written.
@@ -103,14 +96,14 @@ class Shared(WeightSync):
         return copied
 
 
-def attach_export(model: nn.Module, parameters: Mapping[str, nn.Parameter], export: Any, *, fresh: bool) -> None:
+def attach_export(model: torch.nn.Module, parameters: Mapping[str, Parameter], export: Any, *, fresh: bool) -> None:
     """``attach`` to what ``ExportsToRanks`` said of a rank's engine."""
     attach(model, parameters, msgspec.convert(export, VllmBridge).attach(), fresh=fresh, write=lambda: None)
 
 
 def attach(
-    model: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
+    model: torch.nn.Module,
+    parameters: Mapping[str, Parameter],
     exported: Mapping[str, Any],
     *,
     fresh: bool,
@@ -153,7 +146,7 @@ def _same_bits(first: Tensor, other: Tensor) -> bool:
     return torch.equal(first.view(bits), other.view(bits))
 
 
-def _check(parameters: Mapping[str, nn.Parameter], exported: Mapping[str, Any]) -> None:
+def _check(parameters: Mapping[str, Parameter], exported: Mapping[str, Any]) -> None:
     for name, parameter in parameters.items():
         if name not in exported:
             raise UnsupportedPair(f"sync shared: the engine has no weight {name!r}; use sync: broadcast or restart")

@@ -152,12 +152,8 @@ class EmbeddedEngine(Engine):
                 await self._finished.wait()
 
     async def health(self) -> Health:
-        return Health(
-            ok=self._failure is None,
-            running=len(self._running),
-            waiting=len(self._waiting),
-            detail=self._failure or "",
-        )
+        failure = self._failure
+        return Health(ok=failure is None, running=len(self._running), waiting=len(self._waiting), detail=failure or "")
 
     async def close(self) -> None:
         self._failure = self._failure or "the engine is closed"

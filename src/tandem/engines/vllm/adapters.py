@@ -7,20 +7,13 @@ lies in between, and the trainer's end takes no memory away from under the engin
 from __future__ import annotations
 
 import math
-import os
-import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tandem.engines.base import LoraAdapter
 from tandem.errors import EngineError
-from tandem.lazy import torch
+from tandem.lazy import Tensor, torch
 from tandem.transport import sharing
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tandem.engines.base import LoraAdapter
 
 
 def scaling(config: Mapping[str, Any]) -> float:
@@ -37,37 +30,8 @@ def rank_of(config: Mapping[str, Any], most: int) -> int:
     """
     rank = config.get("r")
     if not isinstance(rank, int) or not 1 <= rank <= most:
-        raise EngineError(
-            f"the adapter has rank {rank!r}, the engine's slots hold 1 to {most}; start it with a --max-lora-rank "
-            "that fits"
-        )
+        raise EngineError(f"the adapter has rank {rank!r}, the engine's slots hold 1 to {most}: raise --max-lora-rank")
     return rank
-
-
-SHARED_NAME = "tandem-adapter"
-"""Names of files in shared memory begin with this; the rest says whose they are."""
-
-
-class ExportedAdapter:
-    """The engine's end of an adapter slot in shared memory."""
-
-    def __init__(self, stacked: Mapping[str, Tensor], folder: Path):
-        """Make tensors attachable; on the host they move to a shared file in ``folder`` and views of them end."""
-        self.key = secrets.token_hex(8)
-        """By which a borrower knows that it has attached this very memory."""
-        self._exported: sharing.ExportedTensors | None = None
-        if next(iter(stacked.values())).is_cuda:
-            self._description = sharing.export_cuda(stacked)
-            return
-        path = folder / f"{SHARED_NAME}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._exported = sharing.export_host(stacked, path)
-        self._description = self._exported.description
-        for name, tensor in stacked.items():
-            tensor.data = self._exported.tensors[name]
-
-    def description(self, index: int) -> dict[str, Any]:
-        """What ``AdapterWriter`` needs."""
-        return {"key": self.key, "slot": index, "lent": self._description}
 
 
 class AdapterWriter:

@@ -299,6 +299,8 @@ class Vllm(EngineSpec):
         self, requirements: EngineRequirements, context: int, model: str, port: int, number: int = 0
     ) -> list[str]:
         """The command line of one engine. No two of a run draw the same numbers: siblings would get equal answers."""
+        cuda, lora = _has_cuda(), requirements.payload == "adapter"
+        cache = self.kv_cache_gb or (0.0 if cuda else CPU_CACHE_GB)
         options: dict[str, Any] = {
             "model": model,
             "served-model-name": requirements.model,
@@ -317,28 +319,20 @@ class Vllm(EngineSpec):
             "uvicorn-log-level": "warning",
             "enforce-eager": self.enforce_eager,
             "enable-prefix-caching": self.enable_prefix_caching,
+            "gpu-memory-utilization": self.gpu_memory_utilization if cuda else None,
+            # By default its thread that schedules launches forward passes too: 5 to 20 % slower on every host. Of
+            # several workers vLLM itself does so.
+            "distributed-executor-backend": "mp" if cuda and self.tensor_parallel_size == 1 else None,
+            "kv-cache-memory-bytes": int(cache * 1e9) or None,
+            "enable-sleep-mode": bool(self.sleep) or None,
+            "enable-return-routed-experts": requirements.router_replay or None,
+            "limit-mm-per-prompt": self.limit_mm_per_prompt or None,
+            "enable-lora": lora or None,
         }
-        cache = self.kv_cache_gb
-        if _has_cuda():
-            options["gpu-memory-utilization"] = self.gpu_memory_utilization
-            if self.tensor_parallel_size == 1:  # else vLLM itself does so
-                # By default its thread that schedules launches forward passes too: 5 to 20 % slower on every host.
-                options["distributed-executor-backend"] = "mp"
-        else:
-            cache = cache or CPU_CACHE_GB
-        if cache:
-            options["kv-cache-memory-bytes"] = int(cache * 1e9)
-        if self.sleep:
-            options["enable-sleep-mode"] = True
-        if requirements.router_replay:
-            options["enable-return-routed-experts"] = True
-        if self.limit_mm_per_prompt:
-            options["limit-mm-per-prompt"] = self.limit_mm_per_prompt
-        if requirements.payload == "adapter":
+        if lora:
             most = requirements.versions if requirements.capability is LoadsVersions else 1
             rank = next(rank for rank in RANKS if rank >= requirements.rank)
-            room = {"max-lora-rank": rank, "max-loras": most, "max-cpu-loras": most}
-            options |= {"enable-lora": True, **room}
+            options |= {"max-lora-rank": rank, "max-loras": most, "max-cpu-loras": most}
             # Above all not the head: with it wrapped, prompt logprobs beside other requests are computed with these
             # requests' places, which ends the engine (vLLM 0.32 on a CPU) or reads past a buffer's end (0.26).
             options["lora-target-modules"] = requirements.targets or LINEAR
@@ -404,8 +398,7 @@ def _separable(folder: Path) -> None:
     """
     if os.pathsep in str(folder.absolute()):
         raise ConfigError(
-            f"an engine that is started here cannot be told of {folder.absolute()}, which has a {os.pathsep!r} in it; "
-            "choose another name= or runs="
+            f"no engine can be told of {folder.absolute()}, for the {os.pathsep!r} in it; choose another name= or runs="
         )
 
 
@@ -427,8 +420,10 @@ _SET_BY_TANDEM = frozenset((
 
 
 def flag(name: str, value: Any) -> list[str]:
-    """Words of the command line for an option; a tuple is several of them."""
+    """Words of the command line for an option, none for None; a tuple is several of them."""
     option = f"--{name.replace('_', '-')}"
+    if value is None:
+        return []
     if value is True:
         return [option]
     if value is False:

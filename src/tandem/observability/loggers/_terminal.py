@@ -13,13 +13,14 @@ from rich.console import Console as Terminal
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
 from rich.text import Text
 
 from tandem.observability import board as boards
 from tandem.observability import json_lines, progress, trace, waits
 from tandem.observability.board import duration
 from tandem.observability.loggers.base import RunInfo, phase
-from tandem.observability.progress import LONG
+from tandem.observability.progress import LONG, Progress
 from tandem.types import Json
 
 ORANGE = "dark_orange"
@@ -85,10 +86,8 @@ class LiveWriter(PlainWriter):
     def picture(self) -> RenderableType:
         """Steps with the time left, what is under way, and bars of what takes long."""
         steps, left, gone = self._info.steps, self._seconds_left(), duration(time.monotonic() - self._begun)
-        bar = ProgressBar(total=max(steps, 1), completed=self._step)
-        rest = "" if left is None else f" · {duration(left)} left"
-        works = [progress.bar(work) for work in progress.current() if work.seconds >= LONG]
-        return Group(progress.bar_row(Text(f"step {self._step}/{steps}"), bar, gone + rest), self._now(), *works)
+        run = _bar(f"step {self._step}/{steps}", self._step, max(steps, 1), gone, left)
+        return Group(run, self._now(), *(_work(work) for work in progress.current() if work.seconds >= LONG))
 
     def _now(self) -> RenderableType:
         spans, waiting = trace.current()[-2:], waits.current()
@@ -114,3 +113,16 @@ class LiveWriter(PlainWriter):
 
     def _say(self, line: str) -> None:
         self._terminal.print(Text(line), highlight=False)
+
+
+def _work(work: Progress) -> Table:
+    count = f" {work.done}/{work.total} {work.unit}" if work.total else ""
+    return _bar(work.what + count, work.done, work.total, duration(work.seconds), work.left)
+
+
+def _bar(label: str, done: int, total: int, gone: str, left: float | None) -> Table:
+    """A label, a bar as wide as the terminal allows, the time gone and the time left; 0 is an unknown total."""
+    row = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
+    times = gone if left is None else f"{gone} · {duration(left)} left"
+    row.add_row(Text(label), ProgressBar(total=total or None, completed=done, pulse=not total), times)
+    return row

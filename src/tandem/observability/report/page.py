@@ -154,26 +154,14 @@ def columns(run: RunFolder, most: int = MOST_POINTS, names: tuple[str, ...] = ()
     """
     rows = run.metrics
     share = max(1, -(-len(rows) // most))
-    points = [_point(rows[i : i + share], names) for i in range(0, len(rows), share)]
-    known = sorted({name for point in points for name in point["values"]})
-    odd: dict[str, list[int]] = {}
-    for name, step in (each for point in points for each in point["odd"]):
-        odd.setdefault(name, []).append(step)
+    points = [rows[i : i + share] for i in range(0, len(rows), share)]
+    known = sorted({name for row in rows for name in row["metrics"] if not names or name in names})
+    odd = {name: [row["step"] for row in rows if row["metrics"].get(name, 0.0) is None] for name in known}
     return {
-        "steps": [point["step"] for point in points],
+        "steps": [point[-1]["step"] for point in points],
         "share": share,
-        "values": {name: [point["values"].get(name) for point in points] for name in known},
-        "odd": odd,
-    }
-
-
-def _point(rows: Sequence[Row], names: tuple[str, ...]) -> Row:
-    """Rows as one point."""
-    known = {name for row in rows for name in row["metrics"] if not names or name in names}
-    return {
-        "step": rows[-1]["step"],
-        "values": {name: _join(name, [row["metrics"].get(name) for row in rows]) for name in known},
-        "odd": [(name, row["step"]) for row in rows for name in known if row["metrics"].get(name, 0.0) is None],
+        "values": {name: [_join(name, point) for point in points] for name in known},
+        "odd": {name: steps for name, steps in odd.items() if steps},
     }
 
 
@@ -182,12 +170,12 @@ def short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _join(name: str, values: Sequence[float | None]) -> float | None:
-    known = [float(value) for value in values if value is not None]
+def _join(name: str, rows: Sequence[Row]) -> float | None:
+    known = [float(value) for row in rows if (value := row["metrics"].get(name)) is not None]
     if not known:
         return None
     if name.startswith("seconds/"):  # a step without that part, such as a checkpoint, spent no time on it
-        return short(sum(known) / len(values))
+        return short(sum(known) / len(rows))
     how: Callable[[Sequence[float]], float] = (
         max if name.endswith("/max") else min if name.endswith("/min") else statistics.fmean
     )

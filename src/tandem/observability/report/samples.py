@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -23,19 +23,14 @@ MOST_TOKENS = 4096
 """Tokens of one rollout that are embedded at most."""
 
 
-class Samples(TypedDict):
-    """Embedded rollouts."""
+def collect(run: RunFolder, most_bytes: int = MOST_BYTES) -> Row:
+    """Choose steps evenly, first and last included, as many as fit; if even two do not, groups are left out.
 
-    total: int
-    """Steps whose rollouts the run folder holds."""
-    pieces: list[tuple[int, str]]
-    """Every distinct token: id and text; rollouts refer to its place here."""
-    steps: list[Row]
-    """``{"step", "groups": [{"id", "env", "prompt", "answer", "rollouts": [...]}], "left_out": groups}``."""
-
-
-def collect(run: RunFolder, most_bytes: int = MOST_BYTES) -> Samples:
-    """Choose steps evenly, first and last included, as many as fit; if even two do not, groups are left out."""
+    Returns:
+        ``total``: steps whose rollouts the run folder holds. ``pieces``: every distinct token, its id and text, by
+        whose place here rollouts refer to it. ``steps``: of each
+        ``{"step", "groups": [{"id", "env", "prompt", "answer", "rollouts": [...]}], "left_out": groups}``.
+    """
     sizes = [run.rollout_file(step).stat().st_size for step in run.rollout_steps]
     expected = PACKED * sum(sizes) / max(1, len(sizes))
     chosen = evenly(run.rollout_steps, min(MOST_STEPS, max(2, int(most_bytes / max(1.0, expected)))))
@@ -46,11 +41,11 @@ def collect(run: RunFolder, most_bytes: int = MOST_BYTES) -> Samples:
         packed, size = _step(step, run.rollouts(step), pieces, most=room // left)
         steps.append(packed)
         room -= size
-    return Samples(total=len(run.rollout_steps), pieces=list(pieces), steps=steps)
+    return {"total": len(run.rollout_steps), "pieces": list(pieces), "steps": steps}
 
 
 def of_step(run: RunFolder, step: int) -> Row:
-    """The rollouts of one step in the shape of ``Samples.steps``, with ``pieces`` of its own."""
+    """The rollouts of one step in the shape of those of ``collect``, with ``pieces`` of its own."""
     pieces: dict[tuple[int, str], int] = {}
     packed, _ = _step(step, run.rollouts(step), pieces, MOST_BYTES)
     return {**packed, "pieces": list(pieces)}

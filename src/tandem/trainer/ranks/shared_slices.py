@@ -58,9 +58,9 @@ class SharedSlices(Shared):
         await trained.attach(await engine.exports_of_workers())
         if not session.fresh:
             return
-        sums = await trained.sums(engine, (await trained.all("checksums"))[0])
-        for name, stored in sums.engines.items():
-            if wrong := differing(sums.stored, stored):
+        _, stored, engines = await trained.sums(engine, (await trained.all("checksums"))[0])
+        for name, sums in engines.items():
+            if wrong := differing(stored, sums):
                 other = f"{name} holds {wrong[0]!r} with other values than the ranks, or not at all"
                 raise UnsupportedPair(f"sync shared: {other}; use distributed.shard: states")
 

@@ -125,9 +125,9 @@ class RankSlices:
         number = weights.replica * ranks + weights.rank
         for name, shard in weights.shards().items():
             file = sizes.index(min(sizes))
-            sizes[file] += math.prod(weights.shape(name))
+            sizes[file] += math.prod(weights.shapes[name])
             if file // ranks == weights.replica:
-                here = torch.empty(weights.shape(name), dtype=weights.dtype) if file == number else None
+                here = torch.empty(weights.shapes[name], dtype=weights.dtype) if file == number else None
                 weights.gather(name, shard, here, to=file % ranks)
                 if here is not None:
                     staged[name] = here

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, TypeVar
 
 from tandem.engines.base import ReportsChecksums, UnmappedWeights
 from tandem.errors import EngineError, StaleWeights, TandemError, UnsupportedPair
@@ -20,12 +20,16 @@ from tandem.transport.checksums import digest
 from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
-from tandem.weight_sync.transaction.recovery import Recovery
 from tandem.weight_sync.transaction.state import SyncState
-from tandem.weight_sync.transaction.trained import PayloadSums, Trained, compare_frozen
+from tandem.weight_sync.transaction.trained import Trained, compare_frozen
 from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ATTEMPTS = 3
+"""Attempts at one publish whose engine dies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,10 @@ class WeightSyncSession(SyncContext):
     """
 
     sync: WeightSync
-    _recovery: Recovery = field(init=False)
+    _bound: int = -1
+    """Start of the engine that is bound: the memory of another is at other addresses."""
+    _published: int = -1
+    """Start of the engine that serves the published weights; another serves those it started on."""
     _current: PolicyVersion | None = None
     _publishes: int = 0
     _behaviour: Behaviour = field(init=False)
@@ -92,15 +99,7 @@ class WeightSyncSession(SyncContext):
 
     def __post_init__(self) -> None:
         self.trained = Trained(self.trainable, self.policy) if self.ranks is None else self.ranks.trained()
-        self._recovery = Recovery(self.engine)
-        self._behaviour = Behaviour(
-            self.policy,
-            self.trainable,
-            self.sync.tolerance,
-            self.folder,
-            scores=self.trained.scores,
-            bare=self.trained.bare_scores,
-        )
+        self._behaviour = Behaviour(self.trained, self.policy, self.trainable, self.sync.tolerance, self.folder)
 
     async def __aenter__(self) -> Self:
         return self
@@ -125,13 +124,38 @@ class WeightSyncSession(SyncContext):
 
     async def bind(self, *, fresh: bool) -> None:
         """Tie both ends together, before the optimizer is bound: the weights may move to the engine's memory."""
-        await self._recovery.repeat(lambda: self._bind(fresh=fresh), "the engine is bound again")
+        await self._repeat(lambda: self._bind(fresh=fresh), "the engine is bound again")
 
     async def _bind(self, *, fresh: bool) -> None:
         self._check_sleep()
         self.fresh = fresh
         await self.sync.bind(self)
-        self._recovery.bound()
+        self._bound = self.engine.restart_count
+
+    @property
+    def _is_bound(self) -> bool:
+        return self._bound == self.engine.restart_count
+
+    @property
+    def _is_published(self) -> bool:
+        return self._published == self.engine.restart_count
+
+    async def _repeat(self, work: Callable[[], Awaitable[T]], again: str) -> T:
+        """Await ``work``; repeat it, saying ``again``, if the engine died meanwhile and was restarted.
+
+        Raises:
+            EngineError: the engine does not come back, or died ``ATTEMPTS`` times.
+        """
+        for _ in range(ATTEMPTS - 1):
+            before = self.engine.restart_count
+            try:
+                return await work()
+            except EngineError as error:
+                # A request in flight may have seen to its restart.
+                if not await self.engine.recover() and self.engine.restart_count == before:
+                    raise
+                log.warning("%s: %s", again, str(error).splitlines()[0])
+        return await work()
 
     @asynccontextmanager
     async def open(self, start: PolicyVersion) -> AsyncIterator[WeightSyncSession]:
@@ -172,7 +196,7 @@ class WeightSyncSession(SyncContext):
             paused_at = None
             if self.sync.pause == "step":
                 paused_at = time.monotonic()
-                await self._recovery.repeat(lambda: self._pause_for(step), "the engine is paused again")
+                await self._repeat(lambda: self._pause_for(step), "the engine is paused again")
                 self.state.write()
                 commit.accept_requests()
             optimizer_at = time.monotonic()
@@ -201,7 +225,7 @@ class WeightSyncSession(SyncContext):
         """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on."""
         if self.engine.sleeps:
             async with self._lock:
-                await self._recovery.repeat(self._sleep, "the engine is put to sleep again")
+                await self._repeat(self._sleep, "the engine is put to sleep again")
 
     async def _sleep(self) -> None:
         await self.pause(finish=True)
@@ -225,7 +249,7 @@ class WeightSyncSession(SyncContext):
         """Publish the policy's weights to an engine that was restarted; they may be newer than those it served."""
         async with waits.waiting(waits.actor("engine"), "weights after a start", on="publish"), self._lock:
             await self.engine.recover()
-            if self._current is not None and not self._recovery.is_published:
+            if self._current is not None and not self._is_published:
                 await self._publish(self._current, Commit())
 
     async def _publish(
@@ -233,7 +257,7 @@ class WeightSyncSession(SyncContext):
     ) -> Published:
         """Publish; repeat it if an engine dies meanwhile."""
         async with waits.waiting(waits.actor("trainer"), f"version {version.step} to be published", on="publish"):
-            return await self._recovery.repeat(
+            return await self._repeat(
                 lambda: self._transaction(version, commit, paused_at=paused_at, optimizer=optimizer),
                 f"version {version.step} is published again",
             )
@@ -241,7 +265,7 @@ class WeightSyncSession(SyncContext):
     async def _pause_for(self, step: int) -> None:
         async with waits.waiting(waits.actor("trainer"), "it to stand still", on="engine"):
             await self.pause(finish=self.sync.finishes, step=step)
-        if not self._recovery.is_bound:  # it was started again since, so its storage is another
+        if not self._is_bound:  # it was started again since, so its storage is another
             await self._bind(fresh=False)
 
     async def _transaction(
@@ -253,12 +277,12 @@ class WeightSyncSession(SyncContext):
             await self._fold()
             trainer_sums = await self.trained.checksums()
         # An engine that was paused for the optimizer still is, unless it was started again since.
-        still_paused = paused_at is not None and self.state.state is SyncState.WRITING and self._recovery.is_bound
+        still_paused = paused_at is not None and self.state.state is SyncState.WRITING and self._is_bound
         if self.sync.pause != "never" and not still_paused:
             await self._pause_for(version.step)
             if not self.sync.finishes:  # where requests would die with the engine, later
                 commit.accept_requests()
-        elif not self._recovery.is_bound:
+        elif not self._is_bound:
             await self._bind(fresh=False)
         # A way that never pauses lays the new version beside the old one, which is served on.
         self.state.pause()
@@ -272,8 +296,8 @@ class WeightSyncSession(SyncContext):
             # What is not brought back after the second sleep level is garbage, whatever it was before.
             sleeps_deep = self.engine.sleeps > 1
             is_due = self._publishes % self.sync.verify_every == 0
-            should_verify = is_due or sleeps_deep or not self._recovery.is_published
-            if should_verify and not self._recovery.is_published:
+            should_verify = is_due or sleeps_deep or not self._is_published
+            if should_verify and not self._is_published:
                 await compare_frozen(self.engine, self.trained)
             version, gap = await self._verified(version, commit, trainer_sums, should_verify=should_verify)
             await self.engine.set_version(version)
@@ -283,7 +307,7 @@ class WeightSyncSession(SyncContext):
         paused = await self.engine.resume()
         self.state.become(SyncState.SERVING)
         self._current = version
-        self._recovery.published()
+        self._bound = self._published = self.engine.restart_count
         self.fresh = False
         self._publishes += 1
         return Published(
@@ -303,17 +327,16 @@ class WeightSyncSession(SyncContext):
         # where no request is served meanwhile.
         asks_before = should_verify and self.sync.pause != "never"
         async with self._probed(ask=asks_before) as answering:
-            sums = None
+            engines: Mapping[str, Checksums] = {}
             # In process, that ``transfer`` saw the same addresses is the comparison.
             if should_verify and self.engine.sums_bytes and isinstance(self.engine, ReportsChecksums):
                 try:
-                    sums = await self.trained.sums(self.engine, trainer_sums)
+                    trainer_sums, stored, engines = await self.trained.sums(self.engine, trainer_sums)
                 except UnmappedWeights as error:
                     log.warning("weights are proven by the probe alone: %s", error)
-            if sums is None:  # the engines' only where they are to be compared
-                own = await self.trained.checksums() if trainer_sums is None else trainer_sums
-                sums = PayloadSums(trainer=own, stored=own)
-            actual = digest(sums.trainer)
+            if trainer_sums is None:
+                trainer_sums = await self.trained.checksums()
+            actual = digest(trainer_sums)
             if version.digest and version.digest != actual:
                 raise StaleWeights(
                     f"the policy holds weights {actual}, but version {version.step} was {version.digest}; "
@@ -321,7 +344,8 @@ class WeightSyncSession(SyncContext):
                 )
             commit.unverified = version = PolicyVersion(step=version.step, digest=actual)
             advice = "the engine gives out nothing until a publish succeeds"
-            compare(sums.stored, sums.engines, "published tensors", advice)
+            if engines:
+                compare(stored, engines, "published tensors", advice)
         if not should_verify:
             return version, None
         answers = await (self._behaviour.ask(self.engine) if answering is None else answering)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,18 +21,6 @@ if TYPE_CHECKING:
     from tandem.transport.collective import Member
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PayloadSums:
-    """Checksums of what a publish carries, by the names of its tensors."""
-
-    trainer: Checksums
-    """Checksums of the trainer's own bytes."""
-    stored: Checksums
-    """Checksums of those tensors as engines store them."""
-    engines: Mapping[str, Checksums] = field(default_factory=dict)
-    """Checksums of each engine's own bytes, by its name; empty if none was asked."""
 
 
 class Trained:
@@ -116,9 +103,7 @@ class Trained:
 
     async def frozen_checksums(self) -> Checksums:
         """Checksums of the weights that no publish carries."""
-        return await self._policy.compute(
-            lambda: checksums((name, parameter.detach()) for name, parameter in self.frozen.items())
-        )
+        return await self._policy.compute(lambda: checksums(self.frozen.items()))
 
     async def finite(self) -> bool:
         """True if all trained values are finite."""
@@ -138,19 +123,24 @@ class Trained:
         with off:
             return self._policy.score(tokens)
 
-    async def sums(self, engine: Engine, trainer_sums: Checksums | None = None) -> PayloadSums:
+    async def sums(
+        self, engine: Engine, trainer_sums: Checksums | None
+    ) -> tuple[Checksums, Checksums, Mapping[str, Checksums]]:
         """Checksums of the payload at both ends, which read their own memory at the same time: it must be written.
 
         Args:
             engine: in another process.
             trainer_sums: those of the trainer's own bytes, where they are taken already.
+
+        Returns:
+            Those of the trainer's own bytes, of these as engines store them, and of each engine's own bytes by name.
         """
         assert isinstance(engine, ReportsChecksums)
         here, there = self._sums_here(engine, trainer_sums), engine.checksums(self._trainable.payload)
         # Both to their end, whatever the other does: every rank takes part in what is summed here.
         works: Sequence[Awaitable[Any]] = (here, there)
         (sums, stored), engines = await all_ended(works)
-        return PayloadSums(trainer=sums, stored=stored, engines=engines)
+        return sums, stored, engines
 
     async def _sums_here(self, engine: ReportsChecksums, trainer_sums: Checksums | None) -> tuple[Checksums, Checksums]:
         """Checksums of the trainer's own bytes, and of these as engines store them."""

@@ -21,6 +21,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 FALSE_ALARMS = 1e-9
 """Chance that a publish of good weights to engines in order is refused, at most."""
 SUSPICION = 0.1
@@ -63,18 +66,15 @@ class LogprobComparison:
 
     def worst(self) -> float:
         """Largest absolute difference, nats; infinite where one is not a number."""
-        if not self.finite:
-            return math.inf
-        return max((abs(e - t) for e, t in zip(self.engine, self.trainer, strict=True)), default=0.0)
+        return float(np.abs(np.subtract(self.engine, self.trainer)).max(initial=0.0)) if self.finite else math.inf
 
-    def scales(self) -> list[float]:
+    def scales(self) -> NDArray[np.float64]:
         """What an error of one logit of size 1 makes of each token's logprob."""
-        return [max(-math.expm1(min(t, 0.0)), CERTAIN_ONE) / self.temperature for t in self.trainer]
+        return np.maximum(-np.expm1(np.minimum(self.trainer, 0.0)), CERTAIN_ONE) / self.temperature
 
-    def residuals(self) -> list[float]:
+    def residuals(self) -> NDArray[np.float64]:
         """Differences as errors of one logit, nats."""
-        both = zip(self.engine, self.trainer, self.scales(), strict=True)
-        return [(e - t) / scale for e, t, scale in both]
+        return np.subtract(self.engine, self.trainer) / self.scales()
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class Noise:
         """Remember answers of an engine that was found in order."""
         for answer in answers:
             if answer.finite:
-                self.seen.extend(map(abs, answer.residuals()))
+                self.seen.extend(np.abs(answer.residuals()).tolist())
 
     @property
     def scale(self) -> float:
@@ -115,8 +115,8 @@ class Noise:
             return 1.0
         m = max(1, round(TAIL * len(self.seen)))
         limit = SLACK * max(sorted(self.seen)[-m], self.floor)
-        new = [abs(r) for r in answer.residuals()]
-        return drawn(len(self.seen), len(new), m, sum(r > limit for r in new))
+        new = np.abs(answer.residuals())
+        return drawn(len(self.seen), len(new), m, int((new > limit).sum()))
 
 
 def scale(residuals: Iterable[float]) -> float:
@@ -153,17 +153,12 @@ def nearer(answer: LogprobComparison, other: Sequence[float], noise: float) -> f
     """
     if separation(answer, other, noise) < DISTANCE:
         return 1.0
-    beyond = []
-    for e, trained, named, factor in zip(answer.engine, answer.trainer, other, answer.scales(), strict=True):
-        apart = named - trained
-        if apart:
-            unit = noise * factor
-            x = math.copysign(1.0, apart) * (e - (trained + named) / 2) / unit
-            beyond.append(min(1.0, abs(apart) / (2 * unit)) * max(-1.0, min(1.0, x)))
-    squares = math.fsum(x * x for x in beyond)
-    if not squares:
+    apart, unit = np.subtract(other, answer.trainer), noise * answer.scales()
+    x = np.sign(apart) * (np.subtract(answer.engine, answer.trainer) - apart / 2) / unit
+    beyond = (np.minimum(1.0, np.abs(apart) / (2 * unit)) * np.clip(x, -1.0, 1.0))[apart != 0]
+    if not (squares := float(np.square(beyond).sum())):
         return 1.0
-    s = math.fsum(beyond) / math.sqrt(squares) - SKEW * math.sqrt(len(beyond))
+    s = float(beyond.sum()) / math.sqrt(squares) - SKEW * math.sqrt(len(beyond))
     return math.exp(-s * s / 2) if s > 0 else 1.0
 
 
@@ -174,9 +169,8 @@ def separation(answer: LogprobComparison, other: Sequence[float], noise: float) 
     two passes of the trainer differ by sqrt(2) * trainer <= sqrt(2) * noise. Shared with the other pass: the engine's
     residual is the difference of the passes, which is 1 noise by definition. So above sqrt(2) it is not rounding.
     """
-    both = zip(answer.trainer, other, answer.scales(), strict=True)
-    squares = [min(_CLIP, abs(named - trained) / (noise * factor)) ** 2 for trained, named, factor in both]
-    return math.sqrt(math.fsum(squares) / len(squares)) if squares else 0.0
+    apart = np.abs(np.subtract(other, answer.trainer)) / (noise * answer.scales())
+    return math.sqrt(np.square(np.minimum(_CLIP, apart)).mean()) if apart.size else 0.0
 
 
 def likelihood(answer: LogprobComparison, other: Sequence[float], noise: float) -> float:
@@ -186,8 +180,6 @@ def likelihood(answer: LogprobComparison, other: Sequence[float], noise: float) 
     tokens must do, and not to refuse. Differences count up to three times the noise. The hypothesis is to be
     computed by the same pass as the trainer's answer, so that both are rounded alike.
     """
-    total = 0.0
-    for e, trained, named, factor in zip(answer.engine, answer.trainer, other, answer.scales(), strict=True):
-        ours, others = (min(3.0, abs(e - x) / (noise * factor)) for x in (trained, named))
-        total += (ours**2 - others**2) / 2
-    return math.exp(-max(total, 0.0))
+    distances = (np.abs(np.subtract(answer.engine, x)) / (noise * answer.scales()) for x in (answer.trainer, other))
+    ours, others = (np.square(np.minimum(3.0, distance)).sum() for distance in distances)
+    return math.exp(-max(float(ours - others) / 2, 0.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -27,11 +27,6 @@ Checksums = Mapping[str, int]
 
 Rollouts = Sequence[Sequence[int]]
 """Token ids of rollouts, prompts included."""
-
-Scores = Callable[..., Awaitable[list[list[float]]]]
-"""``Trained.scores``: logprobs of tokens at some temperatures."""
-Bare = Callable[[Sequence[int]], Awaitable[list[float]]]
-"""``Trained.bare_scores``: the same without the adapter."""
 
 SHORT = 64
 """Tokens of a probe where the bytes of everything that is sampled from are compared."""
@@ -115,16 +110,21 @@ class Behaviour:
     A probe is scored by engine and trainer, and so are a few tokens that the engine samples after it. Where noise
     explains an answer badly (``noise.py``), more is asked: a longer text, more samples, recent rollouts. Only an
     engine whose answer to these cannot be explained either is refused.
+
+    Args:
+        trained: the session's ``Trained``, which scores.
+        policy: that is published.
+        trainable: the recipe's.
+        tolerance: the sync's, nats; 0 is the usual one.
+        folder: the run's, for evidence.
     """
 
-    def __init__(
-        self, policy: Policy, trainable: Any, tolerance: float, folder: Path = Path(), *, scores: Scores, bare: Bare
-    ):
+    def __init__(self, trained: Any, policy: Policy, trainable: Any, tolerance: float, folder: Path):
         self.tokens: list[int] = []
         self.recent: Rollouts = ()
         """A few that were trained on just now."""
         self._policy = policy
-        self._scores, self._bare_scores = scores, bare
+        self._trained = trained
         self._trainable = trainable
         usual = 0.3 if policy.dtype.itemsize < 4 else 1e-3 if policy.device.type == "cpu" else 0.02
         self._allowed = tolerance or usual
@@ -208,11 +208,11 @@ class Behaviour:
     async def _read(self, tokens: Sequence[int], probe: ProbeResult, *, thorough: bool) -> ProbeReading:
         """The trainer's own logprobs, in one pass, beside a probe's; by a thorough reading also of other weights."""
         drawn, at = probe.sampled.tokens if probe.sampled else (), len(tokens) - 1
-        own_logprobs, tempered = await self._scores([*tokens, *drawn], 1.0, probe.temperature)
+        own_logprobs, tempered = await self._trained.scores([*tokens, *drawn], 1.0, probe.temperature)
         scored = NOTHING if probe.scored is None else LogprobComparison(tuple(probe.scored), tuple(own_logprobs[:at]))
         scores = scored is not NOTHING
         others = dict(self._known) if scores and list(tokens[: len(self.tokens)]) == self.tokens else {}
-        if scores and thorough and (bare := await self._bare_scores(tokens)):
+        if scores and thorough and (bare := await self._trained.bare_scores(tokens)):
             others[BARE] = bare
             self._known.setdefault(BARE, bare[: len(self.tokens) - 1])
         return ProbeReading(

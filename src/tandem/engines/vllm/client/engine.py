@@ -50,6 +50,8 @@ class VllmEngine(Engine):
 
     def __init__(self, fleet: Fleet, *, context: int, ends: Sequence[int]):
         self.fleet = fleet
+        self.servers: Sequence[EngineServer] = fleet.servers
+        """Where requests go: the fleet's own list."""
         self._context = context
         self._ends = list(ends)
         self._requirements = fleet.requirements
@@ -66,11 +68,6 @@ class VllmEngine(Engine):
         self._waves = Waves()
 
     # Life and death
-
-    @property
-    def servers(self) -> Sequence[EngineServer]:
-        """Where requests go."""
-        return self.fleet.servers
 
     async def start(self) -> None:
         """Start or find the servers."""
@@ -203,19 +200,13 @@ class VllmEngine(Engine):
             newest = f"version {least} was" if least else "any weights were"
             raise StaleWeights(f"{server.name} sampled before {newest} published to it")
         if self._requirements.router_replay and sampled.tokens and not sampled.experts and sampled.finish != "abort":
-            raise EngineError(
-                f"{server.name} does not tell which experts it chose; start it from this recipe, or set router_replay: "
-                "false"
-            )
+            raise EngineError(f"{server.name} does not tell which experts it chose: start it from this recipe")
         completion = server.completion(sampled.tokens, sampled.logprobs, versions, sampled.finish)
         return replace(completion, experts=sampled.experts)
 
     def _same(self, server: EngineServer, instance_id: str) -> None:
         if instance_id != server.instance_id:
-            raise EngineReplaced(
-                f"{server.name} was restarted externally since the last publish (new instance id); resume the run to "
-                "republish"
-            )
+            raise EngineReplaced(f"{server.name} was restarted externally (new instance id); resume the run")
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         return list((await self._probe(self.servers[0], tokens, 1)).scored or ())

@@ -242,10 +242,7 @@ class Fleet:
         if reason := server.lacks(self.requirements):
             raise EngineError(reason)
         if info.logprobs != "processed_logprobs":
-            raise EngineError(
-                f"{server.name} gives {info.logprobs}, which leave the temperature out; start it with "
-                "--logprobs-mode processed_logprobs"
-            )
+            raise EngineError(f"{server.name} gives {info.logprobs}; start it with --logprobs-mode processed_logprobs")
         if self.requirements.payload == "adapter" and not info.adapters:
             raise EngineError(f"{server.name} was started without adapters; start it with --enable-lora")
         if info.context < self.least:

@@ -95,22 +95,13 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
-            raise EngineError(
-                f"{path} is not the record of an engine ({error}); end that engine, if it runs, and remove the file"
-            ) from error
+            raise EngineError(f"{path} is not the record of an engine ({error}); end it and remove the file") from error
 
 
 class EngineProcess:
     """An engine's process and, while it runs, whatever that started."""
 
-    def __init__(
-        self,
-        engine: Identity,
-        *,
-        log: Path,
-        child: subprocess.Popen[bytes] | None = None,
-        log_start: int = 0,
-    ) -> None:
+    def __init__(self, engine: Identity, log: Path, child: subprocess.Popen[bytes] | None = None, log_start: int = 0):
         self._identity = engine
         self._log = log
         self._log_start = log_start
@@ -146,8 +137,7 @@ class EngineProcess:
                 )
             except OSError as error:
                 raise EngineError(
-                    f"the engine cannot be started: {error}; engine.python is {command[0]}, and must be an interpreter "
-                    "that has vLLM"
+                    f"the engine cannot be started: {error}; engine.python must be an interpreter that has vLLM"
                 ) from error
         engine = identity(child.pid)
         assert engine is not None  # it stays there, dead or alive, until it is waited for

@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec.structs import replace
 
 from tandem.engines.base import EngineRequirements, LoadsVersions, ReceivesBroadcast
 from tandem.engines.vllm import protocol as wire
@@ -130,13 +129,12 @@ class UrlServer(EngineServer):
             self._looked_at = started
         elif self._state == "away":
             self._state = "new"
-        worker = wire.Workers(rank=0, world=self._world, pid=0, device="", torch="", backend="nccl")
-        places = [f"{self.url}#{rank}" for rank in range(self._world)]
+        worker: dict[str, Any] = {"world": self._world, "pid": 0, "device": "", "torch": "", "backend": "nccl"}
         return wire.EngineInfo(
             engine=started, state=self._state, reason="", step=self._step, digest=self._digest, updates=0,
             running=self._flying.total(), adapter=self._adapter, model=self._model.id,
             context=self._model.max_model_len or 0, logprobs=self._logprobs, adapters=self._takes_adapters,
-            workers=[replace(worker, rank=rank, accelerator=place) for rank, place in enumerate(places)],
+            workers=[wire.Workers(rank=n, accelerator=f"{self.url}#{n}", **worker) for n in range(self._world)],
         )  # fmt: skip
 
     async def _look(self) -> None:
@@ -193,8 +191,7 @@ class UrlServer(EngineServer):
         line = re.search(rb"^process_start_time_seconds (\S+)$", content, re.MULTILINE)
         if line is None:
             raise EngineError(
-                f"{self.name} does not say in /metrics when its process started, so a restart would go unnoticed; "
-                "start it with one API server process and its metrics"
+                f"{self.name} does not say in /metrics when its process started; start it with one API server process"
             )
         return f"started at {line[1].decode()}"
 
@@ -256,9 +253,7 @@ class UrlServer(EngineServer):
         body["return_token_ids"] = True
         status, content = await self.ask("POST", COMPLETIONS, body, self.request_seconds)
         if status == 404 and adapter is not None:
-            raise EngineReplaced(
-                f"{self.name} has no adapter {adapter} any more: it was restarted, or another unloaded it"
-            )
+            raise EngineReplaced(f"{self.name} has no adapter {adapter} any more: restarted, or unloaded by another")
         if status >= 500 and await self.gone():
             raise EngineCoreDied(f"{self.name} answers {COMPLETIONS} with {status}, and ends")
         self._refused(COMPLETIONS, status, content)

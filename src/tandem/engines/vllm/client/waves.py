@@ -16,16 +16,7 @@ from itertools import groupby
 import msgspec
 
 from tandem.engines.vllm.client.http import EngineServer
-from tandem.engines.vllm.protocol import (
-    Failed,
-    Frame,
-    Generate,
-    Many,
-    Sampled,
-    SiblingRequests,
-    TakeBack,
-    frames,
-)
+from tandem.engines.vllm.protocol import Failed, Frame, Generate, Many, Sampled, SiblingRequests, TakeBack, frames
 from tandem.errors import EngineError
 from tandem.observability import waits
 

@@ -39,6 +39,9 @@ _STATUS = {
     "VLLMClientError": 400,
     "EngineDeadError": 503,
     "MsgspecError": 503,  # an answer of its core that cannot be read, after which vLLM reads no more
+    "Stopped": 503,
+    "TimeoutError": 504,
+    "ValueError": 400,  # parameters that vLLM refuses
 }
 
 
@@ -152,23 +155,11 @@ def problem(error: Exception) -> tuple[int, str, str]:
     """The one place where errors become statuses: status, title and detail."""
     if type(error).__name__ == "EngineGenerateError" and isinstance(error.__cause__, Exception):
         error = error.__cause__  # vLLM's wrapper, which says nothing itself
-    status = _status(error)
+    known = (_STATUS[cls.__name__] for cls in type(error).__mro__ if cls.__name__ in _STATUS)
+    status = error.status if isinstance(error, Refusal) else next(known, 500)
     if status == 500:
         log.error("a request failed", exc_info=error)
     detail = str(error) or type(error).__name__
     if isinstance(error, Stopped):
         detail = f"the engine is stopped: {detail}"
     return status, type(error).__name__, detail
-
-
-def _status(error: Exception) -> int:
-    if isinstance(error, Refusal):
-        return error.status
-    if isinstance(error, Stopped):
-        return 503
-    for cls in type(error).__mro__:
-        if cls.__name__ in _STATUS:
-            return _STATUS[cls.__name__]
-    if isinstance(error, TimeoutError):
-        return 504
-    return 400 if isinstance(error, ValueError) else 500  # ValueError: parameters that vLLM refuses

@@ -109,7 +109,6 @@ class PauseLease:
         self._stopping: asyncio.Task[None] | None = None
         self._by = ""
         self._since = 0.0
-        self._until = 0.0
 
     @property
     def runs(self) -> bool:
@@ -121,8 +120,8 @@ class PauseLease:
         """Client that paused the engine, since when (UTC), and seconds left; None while it is not paused."""
         if not self._since:
             return None
-        left = round(max(0.0, self._until - time.time()), 1) if self.runs else None
-        return {"by": self._by, "since": _utc(self._since), "seconds_left": left}
+        left = None if self._timer is None else self._timer.when() - asyncio.get_running_loop().time()
+        return {"by": self._by, "since": _utc(self._since), "seconds_left": left and round(max(0.0, left), 1)}
 
     def renew(self, seconds: float, by: str = "") -> None:
         """Stop the engine unless this is ended or renewed in time.
@@ -132,8 +131,7 @@ class PauseLease:
             by: the client; by default the one before.
         """
         self.hold()
-        loop, now = asyncio.get_running_loop(), time.time()
-        self._since, self._until = self._since or now, now + seconds
+        loop, self._since = asyncio.get_running_loop(), self._since or time.time()
         self._by = by or self._by or "somebody"
         reason = (
             f"paused at {_utc(self._since)} by {self._by}, last for {seconds:g} s, and never resumed; its trainer is "
@@ -486,14 +484,12 @@ class Frontend:
         """
         params_ = self.params(params) if isinstance(params, Mapping) else params
         with self.places.using(adapter):  # a request that names one still has it after a wait
-            async with (
-                contextlib.nullcontext() if probe else self.admitted(params_.n, prompt=prompt, min_step=min_step)
-            ):
+            admitted = contextlib.nullcontext() if probe else self.admitted(params_.n, prompt=prompt, min_step=min_step)
+            async with admitted:
                 record = await self._sampled(prompt, params_, adapter, probe)
         if not probe:
-            await self.deliverable(
-                max((generation for c in record.completions for generation in c.generations), default=0)
-            )
+            generations = (generation for completion in record.completions for generation in completion.generations)
+            await self.deliverable(max(generations, default=0))
         return record
 
     async def _sampled(self, prompt: Sequence[int], params: Any, adapter: Any, salt: str) -> RequestRecord:

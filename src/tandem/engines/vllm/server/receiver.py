@@ -29,14 +29,8 @@ class Receiver:
         place = urlsplit(request.init_method)
         if place.scheme != "tcp" or not place.hostname or not place.port:
             raise Refusal(400, f"init_method must be tcp://host:port of rank 0, not {request.init_method!r}")
-        meeting = {
-            "host": place.hostname,
-            "port": place.port,
-            "world": request.world_size,
-            "backend": request.backend,
-            "name": request.name,
-            "seconds": request.seconds,
-        }
+        meeting = {"host": place.hostname, "port": place.port, "world": request.world_size}
+        meeting |= {"backend": request.backend, "name": request.name, "seconds": request.seconds}
         self._announced = _entries(bytes(request.param_metadata))
         await self._frontend.rpc("tandem_connect", json.dumps(meeting), request.first_rank)
         return await self.status()

@@ -17,17 +17,7 @@ import msgspec
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.protocol import Refusal, parsed
 from tandem.engines.vllm.server.adapters import Adapters
-from tandem.engines.vllm.server.asgi import (
-    Receive,
-    Scope,
-    Send,
-    answer,
-    authorise,
-    disconnected,
-    read,
-    refuse,
-    unless,
-)
+from tandem.engines.vllm.server.asgi import Receive, Scope, Send, answer, authorise, disconnected, read, refuse, unless
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
 from tandem.engines.vllm.server.limits import EngineLimits
 from tandem.engines.vllm.server.many import ManyAnswers
@@ -36,18 +26,11 @@ from tandem.engines.vllm.server.stock import Stock
 from tandem.engines.vllm.server.watch import TrainerWatch
 
 
-async def probe(
-    front: Frontend,
-    tokens: Sequence[int],
-    *,
-    temperature: float,
-    max_tokens: int,
-    seed: int,
-    adapter: Any = None,
-) -> dict[str, Any]:
+async def probe(front: Frontend, request: wire.ProbeRequest, adapter: Any = None) -> dict[str, Any]:
     """Score the tokens and sample a few after them."""
-    ask: dict[str, Any] = {"detokenize": False, "temperature": temperature, "seed": seed, "logprobs": 0}
-    sample = {**ask, "max_tokens": max_tokens, "ignore_eos": True}  # as many tokens as are asked for
+    tokens = request.tokens
+    ask: dict[str, Any] = {"detokenize": False, "temperature": request.temperature, "seed": request.seed}
+    sample = {**ask, "max_tokens": request.max_tokens, "ignore_eos": True, "logprobs": 0}  # as many as are asked for
     once = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
     longer = beyond_a_block(tokens, front.client.vllm_config)
     async with front.proving():
@@ -65,7 +48,7 @@ async def probe(
         "logprobs": answer.own_logprobs,
         "finish": answer.finish,
         "cached": cached,
-        "temperature": temperature,
+        "temperature": request.temperature,
     }
 
 
@@ -299,15 +282,9 @@ class _Live:
     async def probe(self, request: wire.ProbeRequest) -> Any:
         self.limits.prompt(request.tokens)
         self.limits.length("max_tokens", request.max_tokens)
-        return await probe(
-            self.frontend,
-            request.tokens,
-            temperature=request.temperature,
-            max_tokens=request.max_tokens,
-            seed=request.seed,
-            # What was written in place is served only once it is stamped, so it is named here.
-            adapter=self.adapters.in_place if request.adapter is None else self.adapters.named(request.adapter),
-        )
+        # What was written in place is served only once it is stamped, so it is named here.
+        adapter = self.adapters.in_place if request.adapter is None else self.adapters.named(request.adapter)
+        return await probe(self.frontend, request, adapter)
 
     async def set_version(self, request: wire.SetVersion) -> Any:
         if request.step is None:
@@ -352,9 +329,7 @@ class _Live:
         if self._watch is None:
             raise Refusal(409, "nobody's trainer is watched here: this engine ends when whoever started it ends it")
         if not self._watch.reattach(request.trainer):
-            raise Refusal(
-                404, f"no process {request.trainer.partition(':')[0]} runs here that started then: not adopted"
-            )
+            raise Refusal(404, f"no process {request.trainer.partition(':')[0]} runs here that started then")
         return {"engine": self.frontend.id}
 
     def _require_paused(self, what: str) -> None:

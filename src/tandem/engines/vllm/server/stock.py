@@ -9,29 +9,13 @@ from typing import Any
 
 from tandem.engines.vllm.protocol import Refusal, parsed
 from tandem.engines.vllm.server.adapters import allowed, require_free_name
-from tandem.engines.vllm.server.asgi import (
-    ClientDisconnected,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    read,
-    refuse,
-    replayed,
-)
+from tandem.engines.vllm.server.asgi import ClientDisconnected, Message, Receive, Scope, Send, read, refuse, replayed
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
 
-SALTED = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/inference/v1/generate",
-        "/invocations",
-        "/generative_scoring",
-    }
-)
+SALTED = frozenset((
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate",
+    "/invocations", "/generative_scoring",
+))  # fmt: skip
 """Stock routes that sample."""
 LOADS = "/v1/load_lora_adapter"
 """The stock route that loads an adapter."""

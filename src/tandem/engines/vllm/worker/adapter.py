@@ -10,7 +10,9 @@ Nothing here imports vLLM: it is handed vLLM's objects and asks for attributes, 
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.engines.vllm.adapters import ExportedAdapter, rank_of, scaling
+from tandem.engines.vllm.adapters import rank_of, scaling
 from tandem.errors import EngineError
+from tandem.transport import sharing
 
 _PEFT = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight")
@@ -40,35 +43,19 @@ class AdapterTensor:
     """Of the whole tensor, over all workers."""
 
 
-class _Range(NamedTuple):
-    """The part of a dimension that this worker holds."""
-
-    first: int
-    size: int
-    total: int
-
-    @classmethod
-    def whole(cls, size: int) -> _Range:
-        return cls(0, size, size)
-
-    @property
-    def slice(self) -> slice:
-        return slice(self.first, self.first + self.size)
-
-
 class _Target(NamedTuple):
-    """Where one tensor goes, in whichever slot."""
+    """Where this worker's part of a tensor goes, in whichever slot."""
 
     stacked: Tensor  # slots × 1 × rows × columns
-    rows: _Range
-    columns: _Range
+    rows: range
+    columns: range
+    shape: tuple[int, int]  # of the whole tensor
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows.total, self.columns.total
+    def part(self, tensor: Tensor) -> Tensor:
+        return tensor[self.rows.start : self.rows.stop, self.columns.start : self.columns.stop]
 
     def view(self, slot: int) -> Tensor:
-        return self.stacked[slot, 0, : self.rows.size, : self.columns.size]
+        return self.stacked[slot, 0, : len(self.rows), : len(self.columns)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,7 +66,8 @@ class _Adapter:
     slot: int
     rank: int
     targets: dict[str, _Target]
-    exported: ExportedAdapter | None = None
+    exported: dict[str, Any] | None = None  # what ``AdapterWriter`` needs, once it was lent
+    kept: Any = None  # for as long as it is
 
 
 class _Spent(dict[str, Any]):
@@ -87,8 +75,7 @@ class _Spent(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         raise EngineError(
-            f"vLLM fills an adapter's slot anew, at {key}, but its values were only in the slot that it lost; the "
-            "adapter was pinned and must not be deactivated: publish it again"
+            f"vLLM fills an adapter's slot anew, at {key}, whose values were in that slot alone: publish it again"
         )
 
 
@@ -122,7 +109,7 @@ class InPlaceAdapters:
         """
         named, adapter = self._claim(lora_id, config, tensors)
         views = {name: target.view(adapter.slot) for name, target in adapter.targets.items()}
-        parts = [named[name][t.rows.slice, t.columns.slice] for name, t in adapter.targets.items()]
+        parts = [target.part(named[name]) for name, target in adapter.targets.items()]
         torch._foreach_copy_(list(views.values()), parts)
         for name, view in views.items():
             if ".lora_B." in name:
@@ -148,10 +135,12 @@ class InPlaceAdapters:
         """
         _, adapter = self._claim(lora_id, config, tensors)
         if adapter.exported is None:
-            adapter.exported = ExportedAdapter(
-                {name: target.stacked for name, target in adapter.targets.items()}, folder
-            )
-        return adapter.exported.description(adapter.slot)
+            stacked = {name: target.stacked for name, target in adapter.targets.items()}
+            # A borrower knows by the key that it has attached this very memory.
+            key = secrets.token_hex(8)
+            description, adapter.kept = sharing.export(stacked, folder / f"tandem-adapter-{os.getpid()}-{key}")
+            adapter.exported = {"key": key, "slot": adapter.slot, "lent": description}
+        return adapter.exported
 
     def _claim(
         self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -210,9 +199,7 @@ class InPlaceAdapters:
         adapter, registered = self._adapters.get(lora_id), self._manager.get_adapter(lora_id)
         ids = self._manager.lora_index_to_id
         if registered is not None and (adapter is None or registered is not adapter.model):
-            raise EngineError(
-                f"vLLM already holds an adapter {lora_id} that was not put from memory; unload it or use another id"
-            )
+            raise EngineError(f"vLLM holds an adapter {lora_id} that was not put from memory; unload it")
         if registered is not None and adapter is not None and ids[adapter.slot] == lora_id:
             return adapter
         self.remove(lora_id)
@@ -233,8 +220,7 @@ class InPlaceAdapters:
         except (RuntimeError, ValueError) as error:
             manager.remove_adapter(lora_id)
             raise EngineError(
-                f"no slot is free for adapter {lora_id}: {error} The engine has {manager.lora_slots}; remove one, or "
-                "start it with more (--max-loras)"
+                f"no slot is free for adapter {lora_id}: {error} The engine has {manager.lora_slots}; raise --max-loras"
             ) from error
         blank.loras = _Spent()
         slot = manager.lora_index_to_id.index(lora_id)
@@ -252,16 +238,18 @@ class InPlaceAdapters:
                 raise EngineError(f"the adapter has {name} but not its other half; A and B come in pairs")
             layer, index = self._layer(module.removeprefix(_PEFT))
             a, b = layer.lora_a_stacked[index], layer.lora_b_stacked[index]
-            inputs, outputs = self._inputs(layer), self._outputs(layer, index, module)
+            (inputs, num_inputs), (outputs, num_outputs) = self._inputs(layer), self._outputs(layer, index, module)
             room = a.shape[2] >= rank and b.shape[3] >= rank
-            if not room or (a.shape[3], b.shape[2]) != (inputs.size, outputs.size):
+            if not room or (a.shape[3], b.shape[2]) != (len(inputs), len(outputs)):
                 raise EngineError(
                     f"vLLM stores the adapter of {module} as A {tuple(a.shape[2:])} and B {tuple(b.shape[2:])}, where "
-                    f"A (rank, {inputs.size}) and B ({outputs.size}, rank) were expected: slots that are split among "
+                    f"A (rank, {len(inputs)}) and B ({len(outputs)}, rank) were expected: slots that are split among "
                     "workers by rank (--fully-sharded-loras) cannot be written from memory; start the engine without"
                 )
-            of_rank = _Range.whole(rank)
-            targets[name] = _Target(a, of_rank, inputs) if half == "A" else _Target(b, outputs, of_rank)
+            if half == "A":
+                targets[name] = _Target(a, range(rank), inputs, (rank, num_inputs))
+            else:
+                targets[name] = _Target(b, outputs, range(rank), (num_outputs, rank))
         return targets
 
     def _layer(self, module: str) -> tuple[Any, int]:
@@ -288,36 +276,37 @@ class InPlaceAdapters:
         (name,) = renames().apply_list([module + suffix]) or [module + suffix]
         return str(name).removesuffix(suffix)
 
-    def _inputs(self, layer: Any) -> _Range:
-        """Columns of A: a row-parallel layer sees a part of the input, any other all of it."""
+    def _inputs(self, layer: Any) -> tuple[range, int]:
+        """Columns of A here, and of all of it: a row-parallel layer sees a part of the input, any other all."""
         base = layer.base_layer
         if not hasattr(base, "input_is_parallel"):
-            return _Range.whole(base.input_size)
-        size = base.input_size_per_partition
-        return _Range(layer.tp_rank * size, size, base.input_size)
+            return range(base.input_size), base.input_size
+        return _piece(layer.tp_rank, base.input_size_per_partition), base.input_size
 
-    def _outputs(self, layer: Any, index: int, module: str) -> _Range:
-        """Rows of B: a column-parallel layer makes a part of the output, any other all of it."""
+    def _outputs(self, layer: Any, index: int, module: str) -> tuple[range, int]:
+        """Rows of B here, and of all of it: a column-parallel layer makes a part of the output, any other all."""
         base = layer.base_layer
         if not hasattr(base, "gather_output"):
-            return _Range.whole(base.output_size)
+            return range(base.output_size), base.output_size
         size = layer.output_slices[index]
-        if layer.tp_size == 1:
-            return _Range.whole(size)
-        if layer.n_slices == 1 and len(getattr(base, "output_sizes", ())) > 1:
+        if layer.tp_size > 1 and layer.n_slices == 1 and len(getattr(base, "output_sizes", ())) > 1:
             raise EngineError(
                 f"an adapter of {module!r}, one layer in the checkpoint, is cut into pieces by tensor parallelism and "
                 "cannot be written from memory; use tensor_parallel_size: 1"
             )
         # Where there are fewer key heads than workers, several hold the same ones.
         copies = base.num_kv_head_replicas if index and hasattr(base, "num_kv_head_replicas") else 1
-        return _Range(layer.tp_rank // copies * size, size, layer.tp_size // copies * size)
+        return _piece(layer.tp_rank // copies, size), layer.tp_size // copies * size
+
+
+def _piece(number: int, size: int) -> range:
+    return range(number * size, (number + 1) * size)
 
 
 def _placed(targets: Mapping[str, _Target], slot: int) -> Iterator[AdapterTensor]:
     """What a slot holds; viewed anew each time, for lending moves storage."""
     for name, target in targets.items():
-        first = target.rows.first, target.columns.first
+        first = target.rows.start, target.columns.start
         yield AdapterTensor(name=name, tensor=target.view(slot), first=first, shape=target.shape)
 
 
@@ -327,9 +316,6 @@ def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
         if match is None:
-            raise EngineError(
-                f"{name} is no low-rank weight (lora_A.weight or lora_B.weight); vLLM serves no other part of an "
-                "adapter"
-            )
+            raise EngineError(f"{name} is no lora_A.weight or lora_B.weight; vLLM serves nothing else of adapters")
         named[f"{match['module']}.lora_{match['half']}.weight"] = tensor
     return named

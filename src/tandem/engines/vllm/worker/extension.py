@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tandem.engines.vllm.worker.adapter import InPlaceAdapters
 from tandem.engines.vllm.worker.parameter_map import ParameterMap, TensorPlace, recorded, share, tensors_of
@@ -124,8 +125,9 @@ class WorkerExtension:
         Weights that are torn may make what is no number, and an attention kernel that multiplies what it masks by 0
         has it in later sequences that are given the same memory.
         """
-        for cache in _tensors(getattr(self.model_runner, "kv_caches", ())):
-            cache.zero_()
+        for cache in tree_leaves(getattr(self.model_runner, "kv_caches", ())):  # of which a layer may have several
+            if isinstance(cache, Tensor):
+                cache.zero_()
 
     def tandem_export_weights(self) -> str:
         """Make every parameter attachable by the trainer; JSON of ``sharing``'s description and of the map.
@@ -134,15 +136,9 @@ class WorkerExtension:
         """
         if self._tandem_exported is None:
             parameters = dict(self.tandem_model.named_parameters())
-            values = {name: p.data for name, p in parameters.items()}
-            if self.tandem_device.type == "cuda":
-                self._tandem_exported = sharing.export_cuda(values)
-            else:
-                # Named by process, so that what a killed engine left behind can be told from what is in use.
-                exported = sharing.export_host(values, sharing.SHARED_MEMORY / f"tandem-weights-{os.getpid()}")
-                for name, p in parameters.items():
-                    p.data = exported.tensors[name]
-                self._tandem_exported, self._tandem_keep = exported.description, exported
+            # Named by process, so that what a killed engine left behind can be told from what is in use.
+            file = sharing.SHARED_MEMORY / f"tandem-weights-{os.getpid()}"
+            self._tandem_exported, self._tandem_keep = sharing.export(parameters, file)
         return json.dumps({"lent": self._tandem_exported, "map": json.loads(self.tandem_map())})
 
     _tandem_layout: _Layout | None = None
@@ -285,15 +281,6 @@ def _described(place: TensorPlace, parameter: Tensor) -> dict[str, Any]:
         "stride": list(view.stride()),
         "offset": view.storage_offset() - parameter.storage_offset(),
     }
-
-
-def _tensors(caches: Any) -> Iterator[Tensor]:
-    """Those of a list, in which a layer may have several."""
-    if isinstance(caches, Tensor):
-        yield caches
-    elif isinstance(caches, Sequence):
-        for cache in caches:
-            yield from _tensors(cache)
 
 
 def _part(name: str, first: tuple[int, int]) -> str:

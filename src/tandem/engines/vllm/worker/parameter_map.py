@@ -169,7 +169,7 @@ class _Parameters:
         if at < 0:
             return None
         start, name = self._sorted[at]
-        return name if tensor.data_ptr() - start < _bytes(self.named[name]) else None
+        return name if tensor.data_ptr() - start < self.named[name].nbytes else None
 
 
 class _Views(TorchDispatchMode):
@@ -304,9 +304,7 @@ def _check(
             raise EngineError(f"{what} is computed from the trainer's weights, or of another type; {RESTART}")
         written, is_padded = recording.covered[name], hasattr(layer, "org_vocab_size")
         if written > parameter.numel() or (written < parameter.numel() and not is_padded):
-            raise EngineError(
-                f"{what} has {parameter.numel()} numbers, and the trainer's tensors give {written}; {RESTART}"
-            )
+            raise EngineError(f"{what} has {parameter.numel()} numbers, the trainer gives {written}; {RESTART}")
     for name, shape in shapes.items():
         here = sum(math.prod(region.size) for region in regions[name])
         if world == 1 and here != math.prod(shape):
@@ -368,7 +366,3 @@ def _bare(name: str) -> str:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
