@@ -34,8 +34,7 @@ from tandem.trainable import _adapted, _merged
 from tandem.trainable.lora import Lora
 from tandem.trainer import pack
 from tandem.trainer.pack import Micro, Packer, StepBatch
-from tandem.trainer.step import Step
-from tandem.trainer.work import LocalWork, Objective
+from tandem.trainer.step import LocalWork, Objective, Step
 from tandem.types import UNKNOWN_LOGPROB, Group, Rollout, Sample
 
 Patch = pytest.MonkeyPatch
@@ -501,9 +500,9 @@ EDITED = (
     edit("a token predicts itself", "tandem/trainer/pack.py", "groups[g][i].at - 1]", "groups[g][i].at]", PACK_TESTS),
     edit("truncated answers are trained though masked", "tandem/trainer/pack.py",
         "self.mask_truncated and rollout.truncated", "False and rollout.truncated", PACK_TESTS),
-    edit("the cost ignores corrections", "tandem/trainer/work.py", "cost_N = cost_N * weights_N",
+    edit("the cost ignores corrections", "tandem/trainer/step.py", "cost_N = cost_N * weights_N",
         "cost_N = cost_N * weights_N.mean()", OBJECTIVE_TESTS),
-    edit("beta is ignored", "tandem/trainer/work.py", "self.reference.beta * penalty_N", "penalty_N",
+    edit("beta is ignored", "tandem/trainer/step.py", "self.reference.beta * penalty_N", "penalty_N",
         OBJECTIVE_TESTS),
     edit("ess divides by nothing", "tandem/metrics.py", "self.sum * self.sum / (self.n * self.squares)",
         "self.sum * self.sum / self.squares", f"{OBJECTIVE_TESTS} tests/unit/test_loop.py"),

@@ -29,7 +29,7 @@ from tandem.trainer.balance import rounds_of
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.ranks.wire import micro_of, of_plain, to_plain
 from tandem.trainer.ranks.work import LeadWork, RankWork
-from tandem.trainer.work import LocalWork, Objective
+from tandem.trainer.step import LocalWork, Objective
 from tandem.types import Sampling
 
 REDUCTIONS = {f"grpo {kind}": Objective(loss=Grpo(reduction=kind)) for kind in ("token", "sequence", "constant")}  # type: ignore[arg-type]

@@ -19,9 +19,8 @@ from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.metrics import flatten
 from tandem.model.penalties import Penalties
 from tandem.trainer import prefix_tree
-from tandem.trainer.pack import Micro, Packer, StepBatch
+from tandem.trainer.pack import Micro, Packer, StepBatch, samples_of
 from tandem.trainer.record import records
-from tandem.trainer.samples import samples_of
 from tandem.trainer.step import StepStats
 from tandem.types import Completion, Group, Rollout, Task, Turn
 

@@ -39,7 +39,7 @@ from tandem.tools.certify.made_up import GroupMaker
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.ranks.wire import to_plain
 from tandem.trainer.ranks.work import RankWork
-from tandem.trainer.work import LocalWork, Objective, OldLogprobs
+from tandem.trainer.step import LocalWork, Objective, OldLogprobs
 from tandem.types import Group, Sampling
 
 CLOSE = {torch.float32: 1e-6, torch.float64: 1e-12}

@@ -26,8 +26,7 @@ from tandem.metrics import flatten
 from tandem.model.policy import Policy
 from tandem.optimizers.adamw import AdamW
 from tandem.trainer.pack import Packer, StepBatch
-from tandem.trainer.step import Step, StepStats
-from tandem.trainer.work import LocalWork, Objective
+from tandem.trainer.step import LocalWork, Objective, Step, StepStats
 from tandem.types import Group, Sampling
 
 

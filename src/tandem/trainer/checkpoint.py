@@ -32,7 +32,7 @@ from tandem.trainable.full import write_index
 from tandem.trainer.run_lock import RunLock
 from tandem.trainer.staging import Staging
 from tandem.trainer.state import TrainerState, checkpoints_in
-from tandem.trainer.work import LocalWork
+from tandem.trainer.step import LocalWork
 from tandem.trainer.world import Hold, World, Write
 
 log = logging.getLogger(__name__)

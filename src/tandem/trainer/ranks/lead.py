@@ -22,7 +22,7 @@ from tandem.trainer.pairs import has_engines_beside, ranks_of_engine
 from tandem.trainer.ranks.engines import engines_of
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.work import LeadWork
-from tandem.trainer.work import LocalWork
+from tandem.trainer.step import LocalWork
 from tandem.trainer.world import World
 from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.probe import Checksums, compare

@@ -16,7 +16,7 @@ from tandem.metrics import Value
 from tandem.pending import PendingMetrics
 from tandem.trainer.pack import Micro, StepBatch
 from tandem.trainer.ranks.wire import micro_of, of_plain, to_plain
-from tandem.trainer.work import BatchPass, LocalWork, OldLogprobs, Verb
+from tandem.trainer.step import BatchPass, LocalWork, OldLogprobs, Verb
 from tandem.transport.sharing import finish
 
 if TYPE_CHECKING:  # FSDP is loaded where weights are cut, and only there
