@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
+
+import msgspec
 
 from tandem.config.loading import RunConfig
 from tandem.envs.arithmetic import Arithmetic
@@ -158,6 +161,12 @@ class Trainer:
             batch.free_slots()
             batches.append(list(batch))
         return batches
+
+
+def saved(data_state: DataState) -> DataState:
+    """The same, as a checkpoint gives it back."""
+    plain = json.loads(json.dumps(msgspec.to_builtins(data_state, str_keys=True)))
+    return msgspec.convert(plain, DataState, str_keys=True)
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -121,7 +121,7 @@ def test_what_a_killed_trainer_had_forked_keeps_no_lock(tmp_path: Path) -> None:
 
 def test_a_run_that_is_ended_at_once_says_how_to_go_on(tmp_path: Path) -> None:
     async def training() -> None:
-        with run_folder.failing(tmp_path):
+        with run_folder.reporting(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(60)
 

@@ -37,8 +37,7 @@ from tandem.model.policy import Compute, Policy, load_model
 from tandem.optimizers.adamw import AdamW
 from tandem.tools.certify.made_up import GroupMaker
 from tandem.trainer.pack import Packer, StepBatch
-from tandem.trainer.ranks.wire import to_plain
-from tandem.trainer.ranks.work import RankWork
+from tandem.trainer.ranks.work import RankWork, to_plain
 from tandem.trainer.step import LocalWork, Objective, OldLogprobs
 from tandem.types import Group, Sampling
 

@@ -16,8 +16,7 @@ from tandem.engines.base import ReportsChecksums
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine, accelerator, host, readable
 from tandem.trainer.meta_model import MetaModel
-from tandem.trainer.pairs import has_engines_beside, has_slices, is_cut, ranks_of_engine, shards_of
-from tandem.trainer.rank_counts import RankCounts
+from tandem.trainer.pairs import RankCounts, has_engines_beside, has_slices, is_cut, ranks_of_engine, shards_of
 
 When = Literal["always", "starting", "running", "sampling", "training"]
 

@@ -112,50 +112,36 @@ def stopped(step: int, alarm: Notice | None, folder: Path, saved: str = "all") -
 
 
 @contextmanager
-def reported(folder: Path) -> Iterator[None]:
-    """Write report.html however the run ends."""
-    try:
-        yield
-    finally:
-        try:
-            with waits.blocking("trainer", "the report to be written", on=f"the disk of {folder}"):
-                report.build(folder)
-        except Exception as error:
-            # The run's own error, if any, is the one to tell.
-            log.error("the report could not be written: %s: %s", type(error).__name__, error, exc_info=True)
-
-
-@contextmanager
 def reporting(folder: Path) -> Iterator[None]:
-    """Around a run: its log, its report, and what ended it.
+    """Around a run: its log, its report, and what ended it, in run.log and events.jsonl, where show and why find it.
+
+    Of a run that is cancelled, as by a second Ctrl-C, the error says how to go on.
 
     Raises:
         TandemError: the run's folder cannot be written.
     """
-    with writable(folder), logs.to_folder(folder), reported(folder), failing(folder):
-        yield
-
-
-@contextmanager
-def failing(folder: Path) -> Iterator[None]:
-    """Write the error that ends a run to run.log and to events.jsonl (``run_failed``), where show and why find it.
-
-    Of a run that is cancelled, as by a second Ctrl-C, the error says how to go on.
-    """
-    try:
-        yield
-    except asyncio.CancelledError as error:
-        how = f"ended at once; go on from its last checkpoint with: {command('train', folder)}"
-        raise asyncio.CancelledError(how) from error
-    except Exception as error:
-        message = str(error) if isinstance(error, TandemError) else redacted(f"{type(error).__name__}: {error}")
-        log.error("the run failed: %s", message, exc_info=True, extra=logs.FILE_ONLY)
-        row = {"time": time.time(), "event": "run_failed", "error": type(error).__name__, "message": message}
-        events = folder / "events.jsonl"
-        # Of a full disk the error itself tells.
-        with contextlib.suppress(OSError), contextlib.closing(json_lines.JsonLinesFile(events)) as lines:
-            lines.append(row)
-        raise
+    with writable(folder), logs.to_folder(folder):
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            how = f"ended at once; go on from its last checkpoint with: {command('train', folder)}"
+            raise asyncio.CancelledError(how) from error
+        except Exception as error:
+            message = str(error) if isinstance(error, TandemError) else redacted(f"{type(error).__name__}: {error}")
+            log.error("the run failed: %s", message, exc_info=True, extra=logs.FILE_ONLY)
+            row = {"time": time.time(), "event": "run_failed", "error": type(error).__name__, "message": message}
+            events = folder / "events.jsonl"
+            # Of a full disk the error itself tells.
+            with contextlib.suppress(OSError), contextlib.closing(json_lines.JsonLinesFile(events)) as lines:
+                lines.append(row)
+            raise
+        finally:
+            try:
+                with waits.blocking("trainer", "the report to be written", on=f"the disk of {folder}"):
+                    report.build(folder)
+            except Exception as error:
+                # The run's own error, if any, is the one to tell.
+                log.error("the report could not be written: %s: %s", type(error).__name__, error, exc_info=True)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from tandem.model.context import CONTEXT_PARALLEL, check_heads
 from tandem.model.penalties import Penalties
 from tandem.optimizers.base import UpdatesParts
 from tandem.trainer.pairs import (
+    RankCounts,
     check_pairs,
     has_engines_apart,
     has_engines_beside,
@@ -22,7 +23,6 @@ from tandem.trainer.pairs import (
     ranks_of_engine,
     shards_of,
 )
-from tandem.trainer.rank_counts import RankCounts
 
 
 def check_config(config: RunConfig) -> None:

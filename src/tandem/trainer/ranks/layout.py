@@ -16,8 +16,7 @@ from tandem.errors import ConfigError, DoesNotFit, TandemError
 from tandem.machine import readable
 from tandem.model.policy import load_config
 from tandem.trainer import memory_plan
-from tandem.trainer.pairs import has_engines_apart, has_engines_beside, has_slices
-from tandem.trainer.rank_counts import RankCounts
+from tandem.trainer.pairs import RankCounts, has_engines_apart, has_engines_beside, has_slices
 from tandem.trainer.ranks import checks
 from tandem.trainer.ranks.engines import devices_apart, engine_devices, engines_of
 
