@@ -81,6 +81,7 @@ class TrainedWeight:
         self.keeps = self.own or narrow_gradient
         """A step's first gradient is kept as it comes; further ones are added to it, in its type."""
         self.master: Parameter | None = None
+        """None: nothing is kept of what rounding takes off, which is stochastic."""
         self.buffer: Tensor | None = None
         self.started = False
         self.steps = 0
@@ -92,11 +93,6 @@ class TrainedWeight:
             self.master = torch.nn.Parameter(weights.to(home, torch.float32, copy=True).contiguous())
         elif weights.dtype != torch.bfloat16:
             raise ConfigError(f"optimizer.precision: {precision} is not for {name} of {weights.dtype}; take masters")
-
-    @property
-    def rounds_stochastically(self) -> bool:
-        """Nothing is kept of what rounding takes off."""
-        return self.master is None
 
     def add(self, grad: Tensor) -> None:
         """Add a micro-batch's gradient. The first of a step is moved or copied in, so nothing has to be zeroed.
@@ -142,7 +138,8 @@ class TrainedWeight:
         size = size or PIECE
         for at in self._cuts(flat.numel(), size):
             value = flat[at].float()  # itself if it is float32
-            yield value, self._clipped(at, clip), at
+            grad = self.gradient.view(-1)[at].float()  # itself if it is float32
+            yield value, grad if clip == 1.0 else grad.mul_(clip), at
             if self.master is None:
                 self._narrow(value, flat, at.start)
         if not source.is_contiguous():
@@ -157,10 +154,6 @@ class TrainedWeight:
             stop = min(start + size - (self.part.start + start) % size, num)
             yield slice(start, stop)
             start = stop
-
-    def _clipped(self, at: slice, clip: float) -> Tensor:
-        grad = self.gradient.view(-1)[at].float()  # itself if it is float32
-        return grad if clip == 1.0 else grad.mul_(clip)
 
     def _narrow(self, value: Tensor, flat: Tensor, start: int) -> None:
         from tandem.optimizers import _narrow

@@ -13,7 +13,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -55,56 +55,36 @@ def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False)
     ``advantage`` is that of every sampled token, unless the environment gave each its own. Turns that are not trained,
     and with ``skip_forced`` tokens that were sampled with probability 1, are not; nor is a sequence of none else.
     """
-    tokens: tuple[int, ...] = ()
-    mask: tuple[bool, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    advantages: tuple[float, ...] = ()
-    begins: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
-    experts = b""
-    temperature = 1.0
     own_advantages = None if rollout.advantages is None else iter(rollout.advantages)
-
-    def sample() -> Sample:
-        return Sample(
-            tokens=tokens,
-            mask=mask,
-            logprobs=logprobs,
-            advantages=advantages,
-            temperature=temperature,
-            begins=begins,
-            ends=ends,
-            experts=experts,
-            rollout=rollout.id,
-        )
-
+    sample = Sample(rollout=rollout.id)
     for turn in rollout.turns:
-        completion = turn.completion
-        if not completion.tokens:
+        sampled, logprobs, begin = turn.completion.tokens, turn.completion.logprobs, len(sample.tokens)
+        if not sampled:
             continue
-        count = len(completion.tokens)
-        if not tokens or turn.temperature != temperature or tokens != turn.prompt[: len(tokens)]:
-            if any(mask):
-                yield sample()
-            tokens, mask, logprobs, advantages, begins, ends, experts = (), (), (), (), (), (), b""
-            temperature = turn.temperature
-        new = turn.prompt[len(tokens) :]
+        if turn.temperature != sample.temperature or turn.prompt[:begin] != sample.tokens:
+            if any(sample.mask):
+                yield sample
+            sample, begin = Sample(rollout=rollout.id, temperature=turn.temperature), 0
+        mask = unforced(logprobs) if turn.trained and skip_forced else (turn.trained,) * len(sampled)
+        given = repeat(advantage) if own_advantages is None else own_advantages
+        advantages = tuple(islice(given, len(sampled)))
+        if not all(mask):
+            logprobs = tuple(p if it else 0.0 for p, it in zip(logprobs, mask, strict=True))
+            advantages = tuple(a if it else 0.0 for a, it in zip(advantages, mask, strict=True))
+        new = turn.prompt[begin:]
         none = (0.0,) * len(new)
-        begins += (len(turn.prompt),)
-        experts += completion.experts[len(experts) :]
-        tokens += new + completion.tokens
-        ends += (len(tokens),)
-        turn_advantages = (advantage,) * count if own_advantages is None else tuple(islice(own_advantages, count))
-        free, sampled = (turn.trained,) * count, completion.logprobs
-        if skip_forced or not turn.trained:
-            free = unforced(sampled) if turn.trained else free
-            sampled = tuple(p if it else 0.0 for p, it in zip(sampled, free, strict=True))
-            turn_advantages = tuple(a if it else 0.0 for a, it in zip(turn_advantages, free, strict=True))
-        mask += (False,) * len(new) + free
-        logprobs += none + sampled
-        advantages += none + turn_advantages
-    if any(mask):
-        yield sample()
+        sample = replace(
+            sample,
+            tokens=sample.tokens + new + sampled,
+            mask=sample.mask + (False,) * len(new) + mask,
+            logprobs=sample.logprobs + none + logprobs,
+            advantages=sample.advantages + none + advantages,
+            begins=(*sample.begins, len(turn.prompt)),
+            ends=(*sample.ends, len(turn.prompt) + len(sampled)),
+            experts=sample.experts + turn.completion.experts[len(sample.experts) :],
+        )
+    if any(sample.mask):
+        yield sample
 
 
 class SampleArrays(NamedTuple):
