@@ -518,7 +518,7 @@ EDITED = (
         "pass", "tests/unit/test_checkpoint.py"),
     edit("another recipe's checkpoint is taken", "tandem/trainer/checkpoint.py",
         "state.config_digest != fresh.config_digest", "False", "tests/unit/test_checkpoint.py"),
-    edit("two trainers share a folder", "tandem/trainer/run_lock.py", "fcntl.LOCK_EX | fcntl.LOCK_NB",
+    edit("two trainers share a folder", "tandem/trainer/run_folder.py", "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB", "tests/unit/test_lock_and_signals.py"),
     edit("a resume forgets what it drew again", "tandem/rollout/task_sampler.py",
         "list(data_state.again)", "[]",

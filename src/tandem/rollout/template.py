@@ -140,9 +140,8 @@ class Template:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, special ones left out."""
-        if (quick := self._quick) is not None:
-            return quick.decode(list(tokens), skip_special_tokens=True)  # type: ignore[no-any-return]
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)  # type: ignore[no-any-return]
+        text: str = (self._quick or self._tokenizer).decode(list(tokens), skip_special_tokens=True)
+        return text
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Text of each token on its own, for people; each is decoded once, and new ones without Python's lock."""

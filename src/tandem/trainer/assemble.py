@@ -41,7 +41,7 @@ from tandem.trainer.pairs import RankCounts, check_pairs, is_cut
 from tandem.trainer.ranks import checks, layout
 from tandem.trainer.record import records
 from tandem.trainer.requirements import engine_requirements, started_on_ours
-from tandem.trainer.run_lock import RunLock
+from tandem.trainer.run_folder import RunLock
 from tandem.trainer.state import TrainerState, checkpoints_in
 from tandem.trainer.step import Step
 from tandem.trainer.world import World

@@ -35,7 +35,7 @@ from tandem.observability import trace, waits
 from tandem.observability.emit import Telemetry
 from tandem.optimizers.base import Stepper
 from tandem.trainable.full import write_index
-from tandem.trainer.run_lock import RunLock
+from tandem.trainer.run_folder import RunLock
 from tandem.trainer.state import TrainerState, checkpoints_in
 from tandem.trainer.step import LocalWork
 from tandem.trainer.world import Hold, World, Write

@@ -146,8 +146,6 @@ class StepBatch:
     """By rollout id; the mean over its tokens where the environment gave one for each."""
     num_loss_tokens: int
     """Trained tokens, those of samples that are not computed for want of an advantage among them."""
-    num_samples: int
-    """Trained sequences, likewise."""
     metrics: Mapping[str, Value] = field(default_factory=dict)
     """Lag, advantages and number of the batch's groups."""
     supervised: bool = False
@@ -255,7 +253,6 @@ class Packer:
             groups=tuple(groups),
             advantages=by_rollout,
             num_loss_tokens=sum(counts),
-            num_samples=len(counts),
             metrics={
                 **of_groups,
                 **_skip_counts(samples, computed),

@@ -136,7 +136,7 @@ def applied(
     stepper = optimizer.bind(list(named.items()))
     work = KnownGradients.of(live.config, live.policy, stepper, None, named=named, updates=micros)
     step = Step(work=work, optimizer=optimizer, steps=total, updates_per_batch=every)
-    empty = StepBatch(micro=(), groups=(), advantages={}, num_loss_tokens=0, num_samples=0)
+    empty = StepBatch(micro=(), groups=(), advantages={}, num_loss_tokens=0)
     reported: list[float] = []
 
     async def run() -> None:
