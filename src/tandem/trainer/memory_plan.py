@@ -197,7 +197,7 @@ class Planner:
         Those that run already, at urls or left by the run in ``resumed``, have theirs.
         """
         from tandem.engines.vllm.spec import Vllm
-        from tandem.trainer.ranks.engines import devices_apart
+        from tandem.trainer.ranks.layout import devices_apart
 
         engine = config.engine
         if not isinstance(engine, Vllm) or engine.urls or _left_running(self.resumed):
