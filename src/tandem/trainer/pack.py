@@ -55,7 +55,7 @@ def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False)
     ``advantage`` is that of every sampled token, unless the environment gave each its own. Turns that are not trained,
     and with ``skip_forced`` tokens that were sampled with probability 1, are not; nor is a sequence of none else.
     """
-    own_advantages = None if rollout.advantages is None else iter(rollout.advantages)
+    of_tokens = repeat(advantage) if rollout.advantages is None else iter(rollout.advantages)
     sample = Sample(rollout=rollout.id)
     for turn in rollout.turns:
         sampled, logprobs, begin = turn.completion.tokens, turn.completion.logprobs, len(sample.tokens)
@@ -66,8 +66,7 @@ def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False)
                 yield sample
             sample, begin = Sample(rollout=rollout.id, temperature=turn.temperature), 0
         mask = unforced(logprobs) if turn.trained and skip_forced else (turn.trained,) * len(sampled)
-        given = repeat(advantage) if own_advantages is None else own_advantages
-        advantages = tuple(islice(given, len(sampled)))
+        advantages = tuple(islice(of_tokens, len(sampled)))
         if not all(mask):
             logprobs = tuple(p if it else 0.0 for p, it in zip(logprobs, mask, strict=True))
             advantages = tuple(a if it else 0.0 for a, it in zip(advantages, mask, strict=True))

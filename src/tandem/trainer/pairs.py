@@ -1,15 +1,17 @@
-"""Compatibility of a recipe's parts with each other and with this machine, checked before anything is loaded."""
+"""How a recipe's parts go together: what is refused before anything is loaded, how many ranks, which GPUs."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tandem.config.loading import RunConfig
 from tandem.config.sections import Distributed
 from tandem.distributed.placement import Placement, visible_accelerators
-from tandem.engines.base import ExportsWeights, ReportsChecksums
+from tandem.engines.base import EngineSpec, ExportsWeights, ReportsChecksums
 from tandem.errors import ConfigError, UnsupportedPair
+from tandem.lazy import torch
 from tandem.weight_sync.base import WeightSync
 
 
@@ -101,6 +103,39 @@ def ranks_of_engine(config: RunConfig) -> int:
 def shards_of(config: RunConfig, world: int) -> int:
     """Among how many of so many ranks states are divided, and weights too where they are cut: those of a replica."""
     return max(1, world // config.distributed.replicas) if config.distributed.shard == "weights" else world
+
+
+def engines_of(config: RunConfig, world: int, local_ranks: int) -> EngineSpec:
+    """The recipe's engine: apart from the ranks of this host, or one beside each rank or group of all ranks."""
+    engine: Any = config.engine
+    if has_engines_apart(config):
+        apart: EngineSpec = replace(engine, devices=devices_apart(config, local_ranks))
+        return apart
+    if not has_engines_beside(config):
+        return config.engine
+    each = ranks_of_engine(config)
+    devices = tuple(engine_devices(first, each) for first in range(0, world, each)) if torch.cuda.is_available() else ()
+    spec: EngineSpec = replace(engine, replicas=world // each, devices=devices)
+    return spec
+
+
+def devices_apart(config: RunConfig, local_ranks: int) -> tuple[str, ...]:
+    """CUDA_VISIBLE_DEVICES of each engine that is started apart from so many ranks of this host.
+
+    They are the recipe's ``engine.devices``, or else the GPUs after the ranks'.
+    """
+    engine: Any = config.engine
+    if engine.devices or engine.urls or not torch.cuda.is_available():
+        return tuple(engine.devices)
+    workers = engine.tensor_parallel_size
+    return tuple(engine_devices(local_ranks + number * workers, workers) for number in range(engine.replicas))
+
+
+def engine_devices(local_rank: int, ranks: int) -> str:
+    """GPUs of so many ranks, the first of which is given, as CUDA_VISIBLE_DEVICES names them to their engine."""
+    visible = visible_accelerators(os.environ)
+    indices = range(local_rank, local_rank + ranks)
+    return ",".join(visible[index] if index < len(visible) else str(index) for index in indices)
 
 
 def _sync(config: RunConfig) -> WeightSync:

@@ -30,8 +30,7 @@ from tandem.observability import vitals
 from tandem.trainer import memory_plan
 from tandem.trainer.checkpoint import Staging, load_states, staged_states, staging_of
 from tandem.trainer.live import live_policy, reference_of
-from tandem.trainer.pairs import is_cut, ranks_of_engine
-from tandem.trainer.ranks.layout import engine_devices
+from tandem.trainer.pairs import engine_devices, is_cut, ranks_of_engine
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.work import RankWork, handlers
 from tandem.transport.rendezvous import own_address

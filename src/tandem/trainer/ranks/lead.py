@@ -18,8 +18,7 @@ from tandem.distributed.placement import Placement
 from tandem.engines.base import Engine, EngineRequirements, EngineSpec, RankEngine
 from tandem.model.policy import Policy
 from tandem.trainer.live import live_policy
-from tandem.trainer.pairs import has_engines_beside, has_slices, ranks_of_engine
-from tandem.trainer.ranks.layout import engines_of
+from tandem.trainer.pairs import engines_of, has_engines_beside, has_slices, ranks_of_engine
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.slices import RankSlices, SharedSlices, TrainedSlices
 from tandem.trainer.ranks.work import LeadWork
