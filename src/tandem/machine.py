@@ -99,18 +99,14 @@ def trim() -> None:
         give_back(0)
 
 
-def held(device: str) -> int | None:
-    """Most bytes of an accelerator that this process' tensors took at a time so far; None on a host."""
+def peaks(device: str) -> dict[str, int]:
+    """Most bytes of an accelerator at a time so far: for tensors, and kept by this process; empty for a host."""
     if not device.startswith("cuda"):
-        return None
-    return torch.cuda.max_memory_allocated(device)
-
-
-def reserved(device: str) -> int | None:
-    """Most bytes of an accelerator that this process kept at a time so far, for tensors or to reuse; None on a host."""
-    if not device.startswith("cuda"):
-        return None
-    return torch.cuda.max_memory_reserved(device)
+        return {}
+    return {
+        "gpu_gb": torch.cuda.max_memory_allocated(device),
+        "gpu_reserved_gb": torch.cuda.max_memory_reserved(device),
+    }
 
 
 @contextmanager

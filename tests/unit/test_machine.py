@@ -17,11 +17,9 @@ from tandem import machine
 
 def test_what_tensors_took_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.max_memory_allocated", {"cuda:1": 5}.__getitem__)
-    assert machine.held("cpu") is None
-    assert machine.held("cuda:1") == 5
     monkeypatch.setattr("torch.cuda.max_memory_reserved", {"cuda:1": 7}.__getitem__)
-    assert machine.reserved("cpu") is None
-    assert machine.reserved("cuda:1") == 7
+    assert machine.peaks("cpu") == {}
+    assert machine.peaks("cuda:1") == {"gpu_gb": 5, "gpu_reserved_gb": 7}
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ def check_pairs(config: RunConfig) -> None:
         ConfigError: this machine lacks what an option needs.
     """
     if config.compile is True:
-        from tandem.model import layers  # which needs torch, as 8-bit products do
+        from tandem.model import compilation  # which needs torch, as 8-bit products do
 
-        layers.check(config.compile)
+        compilation.decide(True, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if config.matmul == "fp8":
         from tandem.model import float8
 
