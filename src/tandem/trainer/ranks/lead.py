@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from tandem.algorithms.references.base import ReferenceWeights
-from tandem.config import loading as recipes
+from tandem.config.build import encode
 from tandem.config.loading import RunConfig
 from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.placement import Placement
@@ -70,7 +70,7 @@ class ManyRanks(World):
     ) -> Self:
         """Have every rank load its policy and join its groups."""
         loading = stack.enter_async_context(live_policy(config, local_ranks=ranks.world))
-        recipe = {"recipe": recipes.dump(config), "folder": str(folder)}
+        recipe = {"recipe": encode(config, complete=False), "folder": str(folder)}
         policy, _ = await ranks.execute("begin", lambda rank: recipe, loading)
         joining = RankParts.join(config, ranks.rendezvous, 0, 0)
         parts, _ = await ranks.execute("connect", None, joining)
