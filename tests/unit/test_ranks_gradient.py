@@ -232,7 +232,7 @@ async def stepped(case: Case, work: LocalWork, batch: StepBatch, group: DataGrou
             await compute(work.apply, 1e-3, 1.0)
         if work.reference is not None and work.reference.due(step):
             await compute(work.fold)
-            await compute(work.move)
+            await compute(work.reference.move)
 
 
 def check(

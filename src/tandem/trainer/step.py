@@ -249,7 +249,8 @@ class LocalWork:
 
     async def every(self, verb: Verb, *arguments: Any) -> Any:
         """Have every rank update its weights, fold them or move its reference; the result of this one."""
-        return await self.policy.compute(getattr(self, verb), *arguments)
+        owner = self.reference if verb in ("move", "begin") else self
+        return await self.policy.compute(getattr(owner, verb), *arguments)
 
     def hook(self) -> None:
         """Hand every gradient to the stepper as soon as backward has made it, so that none of model size piles up."""
@@ -301,16 +302,6 @@ class LocalWork:
         if self.policy.device.type == "cpu":  # activations and gradients are gone, and of other sizes the next time
             machine.trim()
         return norms
-
-    def move(self) -> None:
-        """Have the reference follow the policy."""
-        assert self.reference is not None
-        self.reference.move()
-
-    def begin(self) -> None:
-        """Have the reference be the policy of now."""
-        assert self.reference is not None
-        self.reference.begin()
 
     def _reference(self, micro: Micro) -> Tensor | None:
         """The reference's logprob of each trained token, by the same pass as the policy's."""
