@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.lazy import Parameter, Tensor, no_grad, torch
+from tandem.lazy import Parameter, Tensor, torch
 from tandem.optimizers.base import PIECE, Optimizer, ParameterPart, global_norm
 
 FLOAT = 4  # bytes
@@ -203,7 +203,6 @@ class PreciseStepper(ABC):
         """Drop a parameter's gradient."""
         self._weight_of[parameter].forget()
 
-    @no_grad
     def step(self, lr: float, max_grad_norm: float) -> Tensor:
         """Clip, update, write the weights in place and forget the gradient; returns the norm before clipping.
 
@@ -215,11 +214,11 @@ class PreciseStepper(ABC):
         self.update_by(norm, lr, max_grad_norm)
         return norm
 
-    @no_grad
     def update_by(self, norm: Tensor, lr: float, max_grad_norm: float) -> None:
         """The same by a norm that was computed already, such as that over all ranks."""
         if weights := [weight for weight in self.weights if weight.started]:
-            self.clipped_update(weights, norm, lr, max_grad_norm)
+            with torch.no_grad():
+                self.clipped_update(weights, norm, lr, max_grad_norm)
         self.zero_grad()
 
     def clipped_update(self, weights: Sequence[TrainedWeight], norm: Tensor, lr: float, max_grad_norm: float) -> None:
@@ -247,7 +246,6 @@ class PreciseStepper(ABC):
             for key, value in {**self.states[weight], **weight.held()}.items()
         }
 
-    @no_grad
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy what ``state_dict`` gave into this optimizer's own tensors. Weights are not touched.
 
@@ -259,7 +257,8 @@ class PreciseStepper(ABC):
         if wrong:
             what = f"the optimizer state is of other parameters: {len(wrong)} entries differ, first {wrong[0]!r}"
             raise CheckpointError(f"{what}; resume with the recipe that the checkpoint was made with")
-        for name, tensor in current.items():
-            tensor.copy_(state[name])
+        with torch.no_grad():
+            for name, tensor in current.items():
+                tensor.copy_(state[name])
         for weight in self.weights:
             weight.steps = int(self.states[weight]["step"])
