@@ -193,8 +193,8 @@ class Scored:
 def cost(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
     """Loss of each sampled token of a sequence, weighed by corrections, and the penalty of leaving the reference."""
     advantages = torch.tensor(sequence.advantages, dtype=torch.float64)
-    told = torch.tensor(sequence.sampler_logprobs, dtype=torch.float64)
-    sampler = torch.where(told == UNKNOWN_LOGPROB, scored.first, told)
+    recorded = torch.tensor(sequence.sampler_logprobs, dtype=torch.float64)
+    sampler = torch.where(recorded == UNKNOWN_LOGPROB, scored.first, recorded)
     old, now = scored.first if known.recomputed else sampler, scored.now.detach()
     kind, options = known.loss
     total = LOSSES[kind](scored.now, old, advantages, options)
@@ -386,12 +386,12 @@ def _sequences(rollout: Rollout, advantage: OfRollout) -> Iterator[SampledSequen
     turns, place = [turn for turn in rollout.turns if turn.completion.tokens], 0
     rows: list[tuple[int, int, float, float]] = []
     for i, turn in enumerate(turns):
-        begin, told, whole = len(turn.prompt), turn.completion.logprobs, turn.prompt + turn.completion.tokens
+        begin, sampled, whole = len(turn.prompt), turn.completion.logprobs, turn.prompt + turn.completion.tokens
         of_turn = advantage[i] if isinstance(advantage, list) else advantage
-        advantages = [of_turn] * len(told) if rollout.advantages is None else rollout.advantages[place:][: len(told)]
-        place += len(told)
+        advantages = [of_turn] * len(sampled) if rollout.advantages is None else rollout.advantages[place:][: len(sampled)]
+        place += len(sampled)
         if turn.trained:
-            rows += ((begin + k, begin, *row) for k, row in enumerate(zip(told, advantages, strict=True)))
+            rows += ((begin + k, begin, *row) for k, row in enumerate(zip(sampled, advantages, strict=True)))
         after = turns[i + 1] if i + 1 < len(turns) else None
         if after and after.prompt[: len(whole)] == whole and after.temperature == turn.temperature:
             continue
