@@ -386,23 +386,23 @@ def _sequences(rollout: Rollout, advantage: OfRollout) -> Iterator[SampledSequen
     turns, place = [turn for turn in rollout.turns if turn.completion.tokens], 0
     rows: list[tuple[int, int, float, float]] = []
     for i, turn in enumerate(turns):
-        begin, sampled, whole = len(turn.prompt), turn.completion.logprobs, turn.prompt + turn.completion.tokens
+        begin, logprobs, whole = len(turn.prompt), turn.completion.logprobs, turn.prompt + turn.completion.tokens
         of_turn = advantage[i] if isinstance(advantage, list) else advantage
-        advantages = [of_turn] * len(sampled) if rollout.advantages is None else rollout.advantages[place:][: len(sampled)]
-        place += len(sampled)
+        own, place = rollout.advantages, place + len(logprobs)
+        advantages = [of_turn] * len(logprobs) if own is None else own[place - len(logprobs) : place]
         if turn.trained:
-            rows += ((begin + k, begin, *row) for k, row in enumerate(zip(sampled, advantages, strict=True)))
+            rows += ((begin + k, begin, *row) for k, row in enumerate(zip(logprobs, advantages, strict=True)))
         after = turns[i + 1] if i + 1 < len(turns) else None
         if after and after.prompt[: len(whole)] == whole and after.temperature == turn.temperature:
             continue
         if rows:
-            at, begins, logprobs, values = zip(*rows, strict=True)
+            at, begins, sampler_logprobs, values = zip(*rows, strict=True)
             yield SampledSequence(
                 rollout=rollout.id,
                 ids=whole,
                 at=at,
                 begins=begins,
-                sampler_logprobs=logprobs,
+                sampler_logprobs=sampler_logprobs,
                 advantages=values,
                 temperature=turn.temperature,
             )
