@@ -49,7 +49,7 @@ from tandem.ports import free_port
 from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.pack import Micro
-from tandem.trainer.work import LocalWork, OldLogprobs
+from tandem.trainer.step import LocalWork, OldLogprobs
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.transaction.session import WeightSyncSession

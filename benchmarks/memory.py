@@ -42,8 +42,7 @@ from tandem.model.attention import NAME
 from tandem.model.policy import Compute, Policy
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.pack import Packer
-from tandem.trainer.step import Step
-from tandem.trainer.work import LocalWork
+from tandem.trainer.step import LocalWork, Step
 from tandem.types import Sampling
 
 OWN: dict[str, dict[str, Any]] = {

@@ -29,8 +29,7 @@ from tandem.algorithms.losses.grpo import Grpo
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.optimizers.adamw import AdamW
 from tandem.trainer.pack import Packer
-from tandem.trainer.step import Step
-from tandem.trainer.work import LocalWork, Objective
+from tandem.trainer.step import LocalWork, Objective, Step
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))

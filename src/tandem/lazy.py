@@ -7,12 +7,7 @@ half the time without the last. Parts import them from here, and torch's types f
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import asyncio as asyncio
@@ -34,14 +29,3 @@ else:
 
     aiohttp, asyncio, torch = map(_Lazy, ("aiohttp", "asyncio", "torch"))
     Tensor = Parameter = Any
-
-
-def no_grad(function: Callable[P, R]) -> Callable[P, R]:
-    """``torch.no_grad()`` around a function."""
-
-    @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.no_grad():
-            return function(*args, **kwargs)
-
-    return called

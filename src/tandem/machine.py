@@ -6,9 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
-import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +34,8 @@ class Machine:
 
 def host(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> Machine:
     """The host's memory, or what the container it runs in allows."""
-    total, free = _physical(meminfo)
+    rows = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    total, free = (int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     limit = _number(cgroup / "memory.max") or _number(cgroup / "memory" / "memory.limit_in_bytes")
     if limit is not None and limit < total:
         used = _number(cgroup / "memory.current") or _number(cgroup / "memory" / "memory.usage_in_bytes") or 0
@@ -60,29 +59,23 @@ def accelerated(devices: Path = Path("/dev")) -> bool:
 def computes_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo"), devices: Path = Path("/dev")) -> bool:
     """True if this machine has instructions for bfloat16: an accelerator, or a processor that says so; without torch.
 
-    A processor without them emulates: steps take more than twice as long as in float32. One that does not say what it
-    has (not Linux) counts as one that does.
+    A processor without them emulates: steps take more than twice as long as in float32.
     """
-    if accelerated(devices) or not cpuinfo.exists():
+    if accelerated(devices):
         return True
     words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def resident() -> int:
-    """Bytes of memory this process holds; where the system does not say, the most it ever held."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """Bytes of memory this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @cache
 def _malloc_trim() -> Callable[[int], int] | None:
     """glibc's; None where another library allocates."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def keep_few_kernels() -> None:
@@ -106,18 +99,14 @@ def trim() -> None:
         give_back(0)
 
 
-def held(device: str) -> int | None:
-    """Most bytes of an accelerator that this process' tensors took at a time so far; None on a host."""
+def peaks(device: str) -> dict[str, int]:
+    """Most bytes of an accelerator at a time so far: for tensors, and kept by this process; empty for a host."""
     if not device.startswith("cuda"):
-        return None
-    return torch.cuda.max_memory_allocated(device)
-
-
-def reserved(device: str) -> int | None:
-    """Most bytes of an accelerator that this process kept at a time so far, for tensors or to reuse; None on a host."""
-    if not device.startswith("cuda"):
-        return None
-    return torch.cuda.max_memory_reserved(device)
+        return {}
+    return {
+        "gpu_gb": torch.cuda.max_memory_allocated(device),
+        "gpu_reserved_gb": torch.cuda.max_memory_reserved(device),
+    }
 
 
 @contextmanager
@@ -173,15 +162,6 @@ def readable(amount: float) -> str:
     return f"{amount / 1e6:.0f} MB" if amount >= 1e6 else f"{amount / 1e3:.0f} kB"
 
 
-def _physical(meminfo: Path) -> tuple[int, int]:
-    """Total and available bytes."""
-    if not meminfo.exists():  # not Linux: what is available cannot be asked without more libraries
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return total, total
-    rows = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-    return tuple(int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
-
-
 def _number(path: Path) -> int | None:
     """A cgroup file's number; None if there is none or it says max."""
     try:
@@ -202,4 +182,4 @@ def _reclaimable(cgroup: Path) -> int:
 
 def cores() -> int:
     """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))

@@ -50,7 +50,8 @@ def alive_after(pid: int, started: str) -> bool:
 
 def family(leader: Identity, known: Iterable[Identity] = ()) -> set[Identity]:
     """The living among ``known``, the leader's session and its group, and the descendants of all these."""
-    table = {stat.me.pid: stat for pid in _pids() if (stat := _stat(pid)) is not None and stat.living}
+    all_pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
+    table = {stat.me.pid: stat for pid in all_pids if (stat := _stat(pid)) is not None and stat.living}
     pids = {process.pid for process in known if process.pid in table and table[process.pid].me == process}
     # A pid is not given anew while a session or group bears it: another process there means that both are gone.
     if identity(leader.pid) in (leader, None):
@@ -90,14 +91,4 @@ def _stat(pid: int) -> _Stat | None:
 
 
 def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _pids() -> list[int]:
-    try:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
-        return []
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

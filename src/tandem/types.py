@@ -324,21 +324,21 @@ class Group:
 class Sample:
     """One trainable sequence. All sequences have one entry per token of it; nothing is shifted yet."""
 
-    tokens: tuple[int, ...]
-    """Prompt and completion ids."""
-    mask: tuple[bool, ...]
-    """True exactly on sampled tokens that are trained."""
-    logprobs: tuple[float, ...]
-    """The behaviour policy's, 0 where mask is false."""
-    advantages: tuple[float, ...]
-    """0 where mask is false."""
+    rollout: str
+    """Id of its rollout."""
     temperature: float = 1.0
     """Temperature of every sampled token."""
-    begins: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+    """Prompt and completion ids."""
+    mask: tuple[bool, ...] = ()
+    """True exactly on sampled tokens that are trained."""
+    logprobs: tuple[float, ...] = ()
+    """The behaviour policy's, 0 where mask is false."""
+    advantages: tuple[float, ...] = ()
+    """0 where mask is false."""
+    begins: tuple[int, ...] = ()
     """Place of the first token of each completion in it, ascending."""
-    ends: tuple[int, ...]
+    ends: tuple[int, ...] = ()
     """Place after the last token of each."""
     experts: bytes = b""
     """Experts that its tokens were routed to, as in ``Completion``, as far as they are known."""
-    rollout: str
-    """Id of its rollout."""

@@ -35,7 +35,7 @@ from tandem.algorithms.references.base import Reference
 from tandem.algorithms.references.start import Start
 from tandem.config import registry
 from tandem.testing import oracle
-from tandem.trainer.work import Objective, OldLogprobs
+from tandem.trainer.step import Objective, OldLogprobs
 from tandem.types import Completion, Group, Rollout, Task, Turn
 
 TRL: dict[str, Any] = json.loads(Path(__file__).with_name("trl_objective.json").read_text(encoding="utf-8"))

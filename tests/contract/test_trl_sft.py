@@ -25,10 +25,8 @@ from tandem.model.penalties import Penalties
 from tandem.optimizers.adamw import AdamW
 from tandem.rollout.demonstrations import Demonstrator
 from tandem.rollout.template import Template
-from tandem.trainer.pack import Packer
-from tandem.trainer.samples import samples_of
-from tandem.trainer.step import Step
-from tandem.trainer.work import LocalWork, Objective
+from tandem.trainer.pack import Packer, samples_of
+from tandem.trainer.step import LocalWork, Objective, Step
 from tandem.types import Group, Sampling
 
 TRL: dict[str, Any] = json.loads(Path(__file__).with_name("trl_sft.json").read_text(encoding="utf-8"))

@@ -47,7 +47,7 @@ from tandem.engines.vllm import protocol as wire
 from tandem.model.penalties import Penalties
 from tandem.trainer import assemble as run
 from tandem.trainer.pack import Packer
-from tandem.trainer.work import LocalWork, Objective
+from tandem.trainer.step import LocalWork, Objective
 from tandem.transport.bridge import NCCL_FILE, VllmBridge
 from tandem.types import Sampling
 

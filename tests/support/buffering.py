@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -10,14 +11,18 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
+import msgspec
+
+from tandem.config.loading import RunConfig
+from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import EngineError
 from tandem.rollout.buffer import RolloutBuffer
-from tandem.rollout.buffer_options import BufferOptions
 from tandem.rollout.data_state import DataState
 from tandem.rollout.group_runner import PostprocessRewards, keep_rewards
 from tandem.rollout.measure import Solved
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.types import Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
+from tandem.weight_sync.hotswap import Hotswap
 
 T = TypeVar("T")
 Kind = Callable[[Task], str]
@@ -126,16 +131,17 @@ class Trainer:
     ) -> RolloutBuffer:
         return RolloutBuffer(
             runners=[self.runner("fake", count, seed=seed)],
-            options=BufferOptions(
+            config=RunConfig(
+                model="m",
+                env=Arithmetic(),
                 groups_per_step=n,
                 group_size=2,
                 max_lag=max_lag,
-                behind=self.behind,
-                drop_zero_variance=drop_zero_variance,
-                sampling=Sampling(),
-                max_dropped_batches=patience,
-                **reuse,
+                sync=Hotswap(every=self.behind + 1),
+                zero_variance_groups="drop" if drop_zero_variance else "keep",
+                **{"steps": 100, "oversample": "off", **reuse},
             ),
+            max_dropped_batches=patience,
             version=lambda: self.step,
             postprocess_rewards=postprocess_rewards,
             on_drop=lambda reason, group: self.dropped.append((reason, group.id)),
@@ -155,6 +161,12 @@ class Trainer:
             batch.free_slots()
             batches.append(list(batch))
         return batches
+
+
+def saved(data_state: DataState) -> DataState:
+    """The same, as a checkpoint gives it back."""
+    plain = json.loads(json.dumps(msgspec.to_builtins(data_state, str_keys=True)))
+    return msgspec.convert(plain, DataState, str_keys=True)
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

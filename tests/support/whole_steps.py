@@ -26,8 +26,7 @@ from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.trainer.pack import Packer, StepBatch
-from tandem.trainer.step import Step
-from tandem.trainer.work import LocalWork, Objective
+from tandem.trainer.step import LocalWork, Objective, Step
 from tandem.types import UNKNOWN_LOGPROB, Group, Sampling
 
 EVERY_CORRECTION = (TokenCorrection(high=1.3), SequenceWeight(low=0.2, high=4.0), Geometric(low=0.7, high=1.4), Opsm())

@@ -18,9 +18,8 @@ from support.tiers import examples
 
 from tandem.errors import EngineError, EnvError, Starved
 from tandem.metrics import flatten
-from tandem.rollout.buffer import RolloutBuffer
+from tandem.rollout.buffer import TRANSITIONS, Entry, EntryState, RolloutBuffer
 from tandem.rollout.data_state import DataState, Draw
-from tandem.rollout.entry import TRANSITIONS, Entry, EntryState
 from tandem.rollout.group_runner import penalise_truncated
 from tandem.rollout.mixture import REST, SAME, MixtureSchedule
 from tandem.rollout.source import Batch
@@ -64,8 +63,7 @@ def test_an_engine_that_is_behind_uses_up_some_of_the_lag(max_lag: int, behind: 
 
 def test_sampling_is_ahead_by_what_an_engine_behind_leaves() -> None:
     for behind, ahead in ((0, 3), (1, 2), (3, 0)):
-        options = Trainer(behind=behind).buffer(max_lag=3).options
-        assert options.ahead == ahead
+        assert Trainer(behind=behind).buffer(max_lag=3).ahead == ahead
 
 
 def test_the_engine_is_idle_from_the_last_answer_to_the_next_task() -> None:
@@ -757,13 +755,6 @@ def test_an_entry_takes_the_transitions_of_the_table_and_no_other(before: EntryS
         with pytest.raises(RuntimeError, match=f"entry 3 is {before.value} and cannot become {after.value}"):
             entry.become(after)
         assert entry.state is before
-
-
-def test_an_entry_in_flight_has_no_group() -> None:
-    entry = Entry(3, DRAW)
-    assert entry.in_flight
-    with pytest.raises(RuntimeError, match="entry 3 of the rollout buffer is queued: it has no group yet"):
-        entry.group  # noqa: B018
 
 
 def test_runs_walk_every_transition_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

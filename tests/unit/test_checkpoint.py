@@ -28,8 +28,7 @@ from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.trainer import checkpoint
-from tandem.trainer.checkpoint import Checkpoints, restore_weights
-from tandem.trainer.staging import staging_of
+from tandem.trainer.checkpoint import Checkpoints, restore_weights, staging_of
 from tandem.trainer.state import TrainerState, checkpoints_in
 from tandem.trainer.world import World
 from tandem.types import Completion, Group, Message, PolicyVersion, Rollout, Task, Turn

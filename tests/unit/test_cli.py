@@ -469,7 +469,7 @@ def test_check_refuses_parts_that_cannot_work_together(
     def refuse(config: RunConfig) -> None:
         raise UnsupportedPair("sync shared cannot carry trainable: lora; it carries full")
 
-    monkeypatch.setattr("tandem.trainer.ranks.checks.check_pairs", refuse)
+    monkeypatch.setattr("tandem.trainer.pairs.check_pairs", refuse)
     Path("recipe.yaml").write_text(MINIMAL)
     code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "2")
     assert code == 2

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.buffering import saved
 from transformers import AutoTokenizer
 
 from tandem.envs.data.chats import chats
@@ -154,7 +155,7 @@ def test_warm_start_goes_on_where_it_was_ended_and_then_hands_over(template: Tem
         assert all(n % 3 for n in seen)
         assert {id.partition("@")[0] for batch in whole[:2] for id in batch} == {"1", "2", "4", "5"}, "an epoch is all"
         before, state = await batches(DataState(), ended, again)
-        after, end = await batches(DataState.from_json(state.to_json()), 6 - ended, again)
+        after, end = await batches(saved(state), 6 - ended, again)
         assert before + after == whole
         assert end == last
         assert (last.taken, len(answers.opened)) == (4, 1)

@@ -27,9 +27,8 @@ from tandem.metrics import flatten, merge
 from tandem.optimizers.adamw import AdamW
 from tandem.trainer.balance import rounds_of
 from tandem.trainer.pack import Packer, StepBatch
-from tandem.trainer.ranks.wire import micro_of, of_plain, to_plain
-from tandem.trainer.ranks.work import LeadWork, RankWork
-from tandem.trainer.work import LocalWork, Objective
+from tandem.trainer.ranks.work import LeadWork, RankWork, micro_of, of_plain, to_plain
+from tandem.trainer.step import LocalWork, Objective
 from tandem.types import Sampling
 
 REDUCTIONS = {f"grpo {kind}": Objective(loss=Grpo(reduction=kind)) for kind in ("token", "sequence", "constant")}  # type: ignore[arg-type]

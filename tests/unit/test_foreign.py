@@ -829,7 +829,7 @@ def test_a_record_has_no_number_where_nobody_told_one(
     wired = sent("a", inference_logprobs=None, advantages=[[0.0, 0.25, -1.0], [0.0] * 3])
     rules = Rules(policy_logprobs=True, env_advantages=True)
     group = group_from_wire(wired, id="a@0", version=0, rules=rules)
-    batch = StepBatch(micro=(), groups=(group,), advantages={"a@0/0": -0.375}, num_loss_tokens=2, num_samples=1)
+    batch = StepBatch(micro=(), groups=(group,), advantages={"a@0/0": -0.375}, num_loss_tokens=2)
     stats = StepStats(metrics={}, logprobs={"a@0/0": trained})
 
     class Pieces:

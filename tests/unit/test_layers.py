@@ -302,10 +302,8 @@ def test_a_model_without_known_layers_is_refused_where_something_is_asked_of_the
 
 def test_check_says_before_anything_is_loaded_that_true_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "missing", lambda device: "C compiler")
-    layers.check("auto")
-    layers.check(False)
     with pytest.raises(ConfigError, match="compile: true needs C compiler"):
-        layers.check(True)
+        compilation.decide(True, torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from tandem.api.blocking import run_to_end
 from tandem.config.loading import from_options
 from tandem.errors import ConfigError, Interrupted
 from tandem.trainer import run_folder
-from tandem.trainer.run_lock import RunLock
+from tandem.trainer.run_folder import RunLock
 
 
 def test_the_folder_of_a_run_of_many_environments_bears_the_first_ones_name(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_folder_is_locked_for_one_trainer_until_it_lets_go(tmp_path: Path) -> 
 
 LEAVES_A_CHILD = """
 import os, pathlib, signal, sys, time
-from tandem.trainer.run_lock import RunLock
+from tandem.trainer.run_folder import RunLock
 RunLock().take(pathlib.Path(sys.argv[1]))
 child = os.fork()
 if child == 0:
@@ -121,7 +121,7 @@ def test_what_a_killed_trainer_had_forked_keeps_no_lock(tmp_path: Path) -> None:
 
 def test_a_run_that_is_ended_at_once_says_how_to_go_on(tmp_path: Path) -> None:
     async def training() -> None:
-        with run_folder.failing(tmp_path):
+        with run_folder.reporting(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(60)
 

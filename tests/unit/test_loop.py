@@ -141,7 +141,7 @@ class Scene:
     # The step
 
     def pack(self, groups: Sequence[Group], *, version: int) -> StepBatch:
-        return StepBatch(micro=(), groups=tuple(groups), advantages={}, num_loss_tokens=len(groups), num_samples=0)
+        return StepBatch(micro=(), groups=tuple(groups), advantages={}, num_loss_tokens=len(groups))
 
     async def packed(self, pack: Any, groups: Sequence[Group], version: int) -> StepBatch:
         packed: StepBatch = pack(groups, version=version)

@@ -138,7 +138,7 @@ def test_the_record_gives_back_every_turn() -> None:
         )
         total = rollout.num_tokens
         group = Group(id=f"t@{case}", index=0, env="e", rollouts=(rollout,))
-        batch = StepBatch(micro=(), groups=(group,), advantages={rollout.id: 0.0}, num_loss_tokens=total, num_samples=1)
+        batch = StepBatch(micro=(), groups=(group,), advantages={rollout.id: 0.0}, num_loss_tokens=total)
         stats = StepStats(metrics={}, logprobs={rollout.id: (-2.0,) * total})
         lines = [json_lines.encode(row) for row in records(7, batch, stats, Pieces())]  # type: ignore[arg-type]
         (row,) = [json.loads(line) for line in lines]

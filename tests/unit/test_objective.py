@@ -29,7 +29,7 @@ from tandem.metrics import Share, flatten
 from tandem.model.policy import load_config, load_model
 from tandem.testing import oracle
 from tandem.trainer import memory_plan as memory
-from tandem.trainer.work import Objective, OldLogprobs, mismatch
+from tandem.trainer.step import Objective, OldLogprobs, mismatch
 from tandem.types import UNKNOWN_LOGPROB
 
 ESTIMATORS = [

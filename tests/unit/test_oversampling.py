@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from support.buffering import Kind, Mixture, Trainer, always_good, ids, rollout, run, trained
+from support.buffering import Kind, Mixture, Trainer, always_good, ids, rollout, run, saved, trained
 
 from tandem.config.loading import load
 from tandem.config.sections import Replay
@@ -147,7 +146,7 @@ def test_a_run_that_is_ended_anywhere_goes_on_as_if_it_had_not_been(way: str, ki
             await trainer.train(buffer, steps)
             for _ in range(moment):
                 await asyncio.sleep(0)
-            return DataState.from_json(json.loads(json.dumps(buffer.data_state().to_json())))
+            return saved(buffer.data_state())
 
     for steps in (1, 4, 7):
         for moment in (0, 3, 9, 15, 40):

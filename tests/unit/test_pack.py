@@ -19,9 +19,8 @@ from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.metrics import flatten
 from tandem.model.penalties import Penalties
 from tandem.trainer import prefix_tree
-from tandem.trainer.pack import Micro, Packer, StepBatch
+from tandem.trainer.pack import Micro, Packer, StepBatch, samples_of
 from tandem.trainer.record import records
-from tandem.trainer.samples import samples_of
 from tandem.trainer.step import StepStats
 from tandem.types import Completion, Group, Rollout, Task, Turn
 
@@ -147,7 +146,6 @@ def test_every_trained_token_appears_once_after_what_it_was_sampled_after(
         in_order = [token for turn in rollout.turns for token in turn.completion.tokens]
         assert tokens_of.get(rollout.id, []) == in_order, "tokens of a rollout are told in order"
     assert batch.num_loss_tokens == sum(len(m.targets_N) for m in batch.micro)
-    assert batch.num_samples == sum(m.batch.num_samples for m in batch.micro)
     for micro in batch.micro:
         assert len(micro.tokens_T) <= budget or micro.batch.num_samples == 1
 
@@ -302,7 +300,7 @@ def test_what_a_grammar_forced_is_not_trained() -> None:
     forced = make_rollout("t@0/1", [([1, 2], [3], [0.0])], 1.0)
     assert list(samples_of(forced, 1.0, skip_forced=True)) == []
     batch = packer(skip_forced=True, reduction="sequence")([make_group("t@0", [rollout, forced])], version=0)
-    assert (batch.num_loss_tokens, batch.num_samples) == (1, 1)
+    assert batch.num_loss_tokens == 1
 
 
 def test_what_a_grammar_forced_is_recorded_as_not_trained_and_the_others_with_their_logprobs() -> None:

@@ -66,10 +66,9 @@ class Case:
         (opening, first), (_, second), (question, third) = self.turns
         whole = [np.array([*opening, *first, *second]), np.array([*question, *third])]
         places = [np.array([7 + row for row in rows if row < 14]), np.array([row - 2 for row in rows if row >= 14])]
-        answers = [[(7, 16), (16, 21)], [(12, 20)]]
-        return joined(
-            [Past.of(ids, at.astype(np.int64), own) for ids, at, own in zip(whole, places, answers, strict=True)]
-        )
+        begins_and_ends = [([7, 16], [16, 21]), ([12], [20])]
+        each = zip(whole, places, begins_and_ends, strict=True)
+        return joined([Past.of(ids, at.astype(np.int64), *answers) for ids, at, answers in each])
 
     def history(self, sampling: Sampling) -> TokenHistory | None:
         penalties = Penalties.of(sampling, ENDS)

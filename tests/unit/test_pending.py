@@ -21,8 +21,8 @@ from tandem.algorithms.losses.grpo import Grpo
 from tandem.metrics import Max, Mean, Share, Sum, flatten
 from tandem.pending import Pending, fetch, settle
 from tandem.trainable.full import Full
-from tandem.trainer import work as steps
-from tandem.trainer.work import Objective
+from tandem.trainer import step as steps
+from tandem.trainer.step import Objective
 
 
 class Copies(TorchFunctionMode):

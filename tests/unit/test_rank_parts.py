@@ -22,11 +22,9 @@ from tandem.engines.base import EngineRequirements
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import ConfigError, TornWeights, UnsupportedPair
 from tandem.trainable.full import Full
-from tandem.trainer.memory_plan import RankCounts
-from tandem.trainer.pairs import check_pairs, ranks_of_engine
+from tandem.trainer.pairs import RankCounts, check_pairs, engine_devices, engines_of, ranks_of_engine
 from tandem.trainer.ranks import work as rank_work
 from tandem.trainer.ranks.checks import check_gpus, check_ranks
-from tandem.trainer.ranks.engines import engine_devices, engines_of
 from tandem.trainer.ranks.lead import ManyRanks
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.work import RankWork

@@ -16,8 +16,7 @@ from torch import nn
 
 from tandem.errors import StaleWeights, TornWeights, TransportError, UnsupportedPair
 from tandem.trainable.full import Full
-from tandem.trainer.ranks.shared_slices import SharedSlices
-from tandem.trainer.ranks.slices import TrainedSlices
+from tandem.trainer.ranks.slices import SharedSlices, TrainedSlices
 from tandem.types import PolicyVersion
 from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.verify.probe import compare

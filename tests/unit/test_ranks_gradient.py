@@ -37,9 +37,8 @@ from tandem.model.policy import Compute, Policy, load_model
 from tandem.optimizers.adamw import AdamW
 from tandem.tools.certify.made_up import GroupMaker
 from tandem.trainer.pack import Packer, StepBatch
-from tandem.trainer.ranks.wire import to_plain
-from tandem.trainer.ranks.work import RankWork
-from tandem.trainer.work import LocalWork, Objective, OldLogprobs
+from tandem.trainer.ranks.work import RankWork, to_plain
+from tandem.trainer.step import LocalWork, Objective, OldLogprobs
 from tandem.types import Group, Sampling
 
 CLOSE = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -233,7 +232,7 @@ async def stepped(case: Case, work: LocalWork, batch: StepBatch, group: DataGrou
             await compute(work.apply, 1e-3, 1.0)
         if work.reference is not None and work.reference.due(step):
             await compute(work.fold)
-            await compute(work.move)
+            await compute(work.reference.move)
 
 
 def check(

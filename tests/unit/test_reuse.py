@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.buffering import Kind, Mixture, Trainer, ids, makeup, mixed, run, tasks, trained
+from support.buffering import Kind, Mixture, Trainer, ids, makeup, mixed, run, saved, tasks, trained
 from support.tiers import examples
 
 from tandem.algorithms.curricula.base import RECENT, SolveCount, TaskHistory
@@ -188,7 +188,7 @@ async def until(trainer: Trainer, steps: int, moment: int, /, **options: Any) ->
         await trainer.train(buffer, steps)
         for _ in range(moment):
             await asyncio.sleep(0)
-        return DataState.from_json(json.loads(json.dumps(buffer.data_state().to_json())))
+        return saved(buffer.data_state())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -218,9 +218,10 @@ def test_a_data_state_survives_json_with_all_that_is_in_it() -> None:
     assert data_state.unsolved
     assert data_state.seen
     assert data_state.rerolled
-    assert DataState.from_json(json.loads(json.dumps(data_state.to_json()))) == data_state
+    assert saved(data_state) == data_state
     old = {"taken": 1, "drawn": {"fake": 3}, "admitted": 3, "again": [["fake", 2]], "ready": []}
-    assert DataState.from_json(old) == DataState(taken=1, drawn={"fake": 3}, admitted=3, again=(Draw("fake", 2),))
+    read = msgspec.convert(old, DataState)
+    assert read == DataState(taken=1, drawn={"fake": 3}, admitted=3, again=(Draw("fake", 2),))
 
 
 @settings(max_examples=examples(60))

@@ -27,7 +27,7 @@ from tandem.model.attention import Packed, sequential_positions
 from tandem.model.policy import Compute, Policy
 from tandem.rollout.data_state import DataState, Draw
 from tandem.trainer.pack import Packer
-from tandem.trainer.ranks.wire import of_plain, to_plain
+from tandem.trainer.ranks.work import of_plain, to_plain
 from tandem.trainer.state import TrainerState
 from tandem.types import Completion, PolicyVersion, Sampling
 

@@ -27,8 +27,7 @@ from tandem.optimizers.adamw import AdamW
 from tandem.testing import oracle
 from tandem.trainable.lora import Lora
 from tandem.trainer.pack import Packer
-from tandem.trainer.step import Step, StepStats
-from tandem.trainer.work import LocalWork, Objective
+from tandem.trainer.step import LocalWork, Objective, Step, StepStats
 from tandem.types import UNKNOWN_LOGPROB, Group, Rollout, Sampling
 
 RATIOS = (0.5, 1.0, 2.0, 0.9, 1.1, 4.0, 1.27, 0.81)

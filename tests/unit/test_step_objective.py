@@ -38,8 +38,7 @@ from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.ranks.work import LeadWork, RankWork, handlers
-from tandem.trainer.step import Step, StepStats
-from tandem.trainer.work import LocalWork, Objective, OldLogprobs
+from tandem.trainer.step import LocalWork, Objective, OldLogprobs, Step, StepStats
 from tandem.types import Group, Sampling
 
 SAMPLING = Sampling(temperature=0.8, max_tokens=16)

@@ -26,8 +26,7 @@ from tandem.optimizers.adamw import AdamW
 from tandem.rollout.teacher import ServedTeacher, judged
 from tandem.rollout.template import Template
 from tandem.trainer.pack import Packer
-from tandem.trainer.step import Step
-from tandem.trainer.work import LocalWork, Objective
+from tandem.trainer.step import LocalWork, Objective, Step
 from tandem.types import Rollout, Sampling
 
 PROMPT = list(b"What is 3 + 4?")

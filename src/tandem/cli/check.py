@@ -27,7 +27,7 @@ from tandem.rewards.grading.calls import FunctionReward
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout.gold import GradedReplies, distinct, failures_of, siblings
 from tandem.trainer import memory_plan as memory
-from tandem.trainer.rank_counts import RankCounts
+from tandem.trainer.pairs import RankCounts
 from tandem.types import Rollout, Task
 
 CheckText = str | None

@@ -14,24 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tandem import clone, machine
 from tandem.algorithms.curricula.base import Curriculum
-from tandem.config import override
+from tandem.config import override, sections
 from tandem.config import registry as resolve
 from tandem.config.build import Builder, RewardSpec, encode, part, parts
 from tandem.config.dialects import translate
-from tandem.config.sections import (
-    Alarms,
-    BrokerOptions,
-    Checkpoint,
-    Distributed,
-    Evaluate,
-    GradingOptions,
-    Replay,
-    Reroll,
-    Teacher,
-    WarmStart,
-    group_size_check,
-    sampling_checks,
-)
 from tandem.config.sources import EnvSource, default_rewards, fault
 from tandem.config.tree import Branch, Problems, from_plain, parse, plain, render
 from tandem.envs.base import Environment
@@ -67,7 +53,7 @@ class RunConfig:
     """Where tasks come from; with broker those to evaluate on, if any."""
     envs: Mapping[str, EnvSource] = field(default_factory=dict, metadata={"entries": EnvSource})
     """Several environments instead, by name: a weight, or a mapping of env, rewards, weight and min_share."""
-    broker: BrokerOptions | None = field(default=None, metadata={"shorthand": "url"})
+    broker: sections.BrokerOptions | None = field(default=None, metadata={"shorthand": "url"})
     """Train on what environments elsewhere send to this broker: its address, or a mapping."""
     rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"category": "rewards", "weighted": True})
     """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
@@ -94,15 +80,15 @@ class RunConfig:
     max_resample_times: int | None = bounded(None)
     """How often a batch's worth of zero-variance groups is sampled anew; then the step takes what there is. null: until
     the batch is full."""
-    replay: Replay = field(default_factory=Replay)
+    replay: sections.Replay = field(default_factory=sections.Replay)
     """Groups with signal that take the place of zero-variance ones, before others are sampled."""
-    reroll: Reroll = field(default_factory=Reroll)
+    reroll: sections.Reroll = field(default_factory=sections.Reroll)
     """Unsolved tasks, drawn again later."""
     curriculum: Curriculum | None = field(default=None, metadata={"category": "curricula"})
     """How often each task is drawn, by what came of it so far; null: once in every epoch."""
-    warm_start: WarmStart | None = field(default=None, metadata={"shorthand": "steps"})
+    warm_start: sections.WarmStart | None = field(default=None, metadata={"shorthand": "steps"})
     """Train on given replies first; null: never."""
-    teacher: Teacher | None = field(default=None, metadata={"shorthand": "model"})
+    teacher: sections.Teacher | None = field(default=None, metadata={"shorthand": "model"})
     """Train towards this model's distribution in place of rewards (on-policy distillation); null: none."""
     advantage: Advantage = part("advantages", "dr_grpo")
     """How much better an answer was than its group."""
@@ -151,15 +137,15 @@ class RunConfig:
     """Jinja chat template, as text or the path of a file; null: the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
-    evaluate: Evaluate = field(default_factory=Evaluate)
+    evaluate: sections.Evaluate = field(default_factory=sections.Evaluate)
     """Measuring on held-out tasks."""
-    checkpoint: Checkpoint = field(default_factory=Checkpoint, metadata={"shorthand": "save"})
+    checkpoint: sections.Checkpoint = field(default_factory=sections.Checkpoint, metadata={"shorthand": "save"})
     """When the run is saved."""
-    grading: GradingOptions = field(default_factory=GradingOptions)
+    grading: sections.GradingOptions = field(default_factory=sections.GradingOptions)
     """Processes that compute rewards."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """How long a run may stand still."""
-    alarms: Alarms = field(default_factory=Alarms, metadata={"shorthand": "action"})
+    alarms: sections.Alarms = field(default_factory=sections.Alarms, metadata={"shorthand": "action"})
     """What becomes of a run that goes wrong while nothing is broken: warn or stop, or a mapping."""
     print_completions: PrintCompletions = field(default_factory=PrintCompletions, metadata={"shorthand": "every"})
     """How often sampled answers are shown with their rewards: every so many steps, or a mapping of every and count."""
@@ -179,7 +165,7 @@ class RunConfig:
     gpus: int | None = None
     """GPUs of this host that the memory plan and sync divide between ranks and engines, in place of ranks,
     engine.replicas and engine.devices; null: these say it."""
-    distributed: Distributed = field(default_factory=Distributed)
+    distributed: sections.Distributed = field(default_factory=sections.Distributed)
     """How a step is divided among several ranks."""
 
     def __post_init__(self) -> None:
@@ -188,7 +174,7 @@ class RunConfig:
         check_bounds(self)
         require(
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
-            group_size=group_size_check(self.group_size, self.groups_per_step),
+            group_size=sections.group_size_check(self.group_size, self.groups_per_step),
             env=(
                 bool(self.env or self.envs or self.broker or self.needs_no_env),
                 "given, such as gsm8k, or envs, or broker",
@@ -227,7 +213,7 @@ class RunConfig:
                     getattr(self.reference, "every", 0) < self.steps,
                     f"below steps ({self.steps}): the average would never move",
                 ),
-                **sampling_checks(self.sampling),
+                **sections.sampling_checks(self.sampling),
             },
         )
         if not self.rewards and self.env is not None:
@@ -284,7 +270,7 @@ class RunConfig:
 
     def inert(self) -> Mapping[str, str]:
         """Options that change nothing, given the others."""
-        broker, divides = self.broker is not None, self.distributed != Distributed()
+        broker, divides = self.broker is not None, self.distributed != sections.Distributed()
         keeps, evaluates = self.zero_variance_groups == "keep", self.evaluates or not self.sources
         others = getattr(self.engine, "urls", ())  # whose requests are in flight at any time
         finishes = self.max_lag == 0 and getattr(self.sync, "in_flight", "") == "finish" and not others

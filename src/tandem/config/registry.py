@@ -9,13 +9,11 @@ import importlib
 import inspect
 import json
 import os
-import pkgutil
 import sys
 import textwrap
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tandem import clone
@@ -42,30 +40,21 @@ SPEC = "spec"
 """Module that holds the part of a kind whose code is a package."""
 
 
+@cache
+def _modules(category: str) -> dict[str, str]:
+    """The module that declares each kind's part; read from the folder without importing any of them."""
+    package = CATEGORIES[category]
+    folder = Path(importlib.import_module(package).__path__[0])
+    files = {file.stem: f"{package}.{file.stem}" for file in folder.glob("[!_]*.py") if file.stem != "base"}
+    return files | {spec.parent.name: f"{package}.{spec.parent.name}.{SPEC}" for spec in folder.glob(f"*/{SPEC}.py")}
+
+
 def names(category: str) -> list[str]:
-    """Kinds a category offers, sorted; read from the folder without importing any of them."""
+    """Kinds that a category offers, sorted."""
     if category not in CATEGORIES:
         known = f"{did_you_mean(category, CATEGORIES)}; known: {', '.join(CATEGORIES)}"
         raise ConfigError(f"there is no category {category!r}{known}")
-    package = importlib.import_module(CATEGORIES[category])
-    modules = [module for module in pkgutil.iter_modules(package.__path__) if module.name != "base"]
-    return sorted(
-        module.name
-        for module in modules
-        if not module.name.startswith("_") and (not module.ispkg or _has_spec(package, module.name))
-    )
-
-
-def _has_spec(package: ModuleType, name: str) -> bool:
-    """Whether a package among a category's modules is a part, rather than what parts share."""
-    return any(Path(folder, name, f"{SPEC}.py").is_file() for folder in package.__path__)
-
-
-def _module_of(category: str, kind: str) -> str:
-    """Module in which the part of a kind is declared."""
-    package = importlib.import_module(CATEGORIES[category])
-    module = f"{CATEGORIES[category]}.{kind}"
-    return f"{module}.{SPEC}" if _has_spec(package, kind) else module
+    return sorted(_modules(category))
 
 
 def find(category: str, kind: str) -> type:
@@ -92,7 +81,7 @@ def _find_builtin(category: str, kind: str) -> type:
     if kind not in known:
         hint = f"{did_you_mean(kind, known)}; known: {', '.join(known)} (or pkg.module:Name for your own)"
         raise ConfigError(f"there is no {kind!r} in {category}{hint}")
-    module = importlib.import_module(_module_of(category, kind))
+    module = importlib.import_module(_modules(category)[kind])
     public = [
         thing
         for name, thing in vars(module).items()

@@ -15,10 +15,6 @@ _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 """1e-6: a number by every rule but YAML 1.1's."""
 
 
-class _Loader(yaml.SafeLoader):
-    pass
-
-
 class _Dumper(yaml.SafeDumper):
     pass
 
@@ -29,7 +25,6 @@ def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _text)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 
@@ -83,8 +78,6 @@ class Items:
 
 Tree = Leaf | Branch | Items
 
-_Locate = Callable[[yaml.Mark | None], str]
-
 
 def within(key: str, leaf: Leaf) -> Branch:
     """The mapping that a single value stands for, where it is this option of it."""
@@ -123,6 +116,67 @@ class Problems:
         raise kind(f"{source} has {len(self):,} problems:" + "".join(f"\n  {line}" for line in lines))
 
 
+class _Loader(yaml.SafeLoader):
+    """Makes trees of YAML, and notes what is wrong in it."""
+
+    def __init__(self, text: str, locate: Callable[[yaml.Mark | None], str], problems: Problems):
+        super().__init__(text)
+        self._locate, self._problems = locate, problems
+
+    def tree(self, node: yaml.Node) -> Tree | None:
+        """One composed node as a tree."""
+        where = self._locate(node.start_mark)
+        if isinstance(node, yaml.SequenceNode):
+            items = (self.tree(item) for item in node.value)
+            return Items(items=tuple(item for item in items if item is not None), where=where)
+        if isinstance(node, yaml.MappingNode):
+            return self._branch(node, where)
+        try:
+            return Leaf(value=self.scalar(node.value, node.tag), text=node.value, where=where)
+        except ValueError as error:
+            self._problems.add(where, str(error))
+            return None
+
+    def _branch(self, node: yaml.MappingNode, where: str) -> Branch:
+        """A mapping whose keys are words, each once; what ``<<`` names lies beneath them."""
+        branch, seen = Branch(where=where), dict[str, str]()
+        for key, _ in node.value:
+            place = self._locate(key.start_mark)
+            if not isinstance(key, yaml.ScalarNode):
+                self._problems.add(place, "a key must be a word, not a list or a mapping")
+            elif key.value in seen:
+                first = seen[key.value]
+                self._problems.add(place, f"duplicate key {key.value!r}, already given at {first}; remove one")
+            else:
+                seen[key.value] = place
+        self.flatten_mapping(node)  # puts what is merged first, and own keys replace it
+        for key, inner in node.value:
+            value = self.tree(inner) if isinstance(key, yaml.ScalarNode) else None
+            if value is not None:
+                branch.put(key.value, value, self._locate(key.start_mark))
+        return branch
+
+    def scalar(self, text: str, tag: str) -> bool | int | float | str | None:
+        """The value YAML gives a scalar; dates stay text."""
+        kind = tag.rpartition(":")[2]
+        node = yaml.ScalarNode(tag, text)
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return bool(self.construct_yaml_bool(node))
+        if kind in ("int", "float"):
+            try:
+                return int(self.construct_yaml_int(node)) if kind == "int" else float(self.construct_yaml_float(node))
+            except ValueError:
+                return text  # 0x_ is a number by YAML's pattern alone, and Python reads none of thousands of digits
+        if kind in ("str", "timestamp", "value", "merge"):
+            return text
+        raise ValueError(f"the tag {tag!r} is not understood; write plain values")
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
 def parse(text: str, source: str, problems: Problems) -> Tree | None:
     """The tree of a YAML document; None if it is empty or cannot be read."""
     return _compose(text, lambda mark: f"{source}:{mark.line + 1}" if mark else source, problems)
@@ -133,24 +187,19 @@ def parse_override(text: str, where: str, problems: Problems) -> Tree | None:
     if text[:1] in ("[", "{", '"', "'"):
         quoted = "; a text that begins so is written in quotes of its own, as in '\"[0-9]+\"'"
         return _compose(text, lambda mark: where, problems, remedy=quoted if text[0] in "[{" else "")
-    loader = _Loader("")
-    try:
-        tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
-        value = _scalar(text, tag, loader)
-    finally:
-        loader.dispose()
-    return Leaf(value=value, text=text, where=where, from_shell=True)
+    loader = _Loader("", lambda mark: where, problems)
+    tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+    return Leaf(value=loader.scalar(text, tag), text=text, where=where, from_shell=True)
 
 
-def _compose(text: str, locate: _Locate, problems: Problems, *, remedy: str = "") -> Tree | None:
+def _compose(
+    text: str, locate: Callable[[yaml.Mark | None], str], problems: Problems, *, remedy: str = ""
+) -> Tree | None:
     """The tree of a text, located by the caller; ``remedy`` is what to do where it is not YAML."""
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            return None if node is None else _convert(node, _YamlReading(locate, loader, problems))
-        finally:
-            loader.dispose()
+        loader = _Loader(text, locate, problems)
+        node = loader.get_single_node()
+        return None if node is None else loader.tree(node)
     except yaml.MarkedYAMLError as error:
         detail = ", ".join(part for part in (error.context, error.problem) if part)
         problems.add(locate(error.problem_mark or error.context_mark), f"this is not YAML: {detail}{remedy}")
@@ -185,62 +234,3 @@ def render(data: Json) -> str:
     return redacted(
         yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _YamlReading:
-    locate: _Locate
-    loader: _Loader
-    problems: Problems
-
-
-def _convert(node: yaml.Node, reading: _YamlReading) -> Tree | None:
-    """One composed node as a tree."""
-    where = reading.locate(node.start_mark)
-    if isinstance(node, yaml.SequenceNode):
-        items = (_convert(item, reading) for item in node.value)
-        return Items(items=tuple(item for item in items if item is not None), where=where)
-    if isinstance(node, yaml.MappingNode):
-        return _convert_mapping(node, reading)
-    try:
-        return Leaf(value=_scalar(node.value, node.tag, reading.loader), text=node.value, where=where)
-    except ValueError as error:
-        reading.problems.add(where, str(error))
-        return None
-
-
-def _convert_mapping(node: yaml.MappingNode, reading: _YamlReading) -> Branch:
-    """A mapping whose keys are words, each once; what ``<<`` names lies beneath them."""
-    branch, seen = Branch(where=reading.locate(node.start_mark)), dict[str, str]()
-    for key, _ in node.value:
-        where = reading.locate(key.start_mark)
-        if not isinstance(key, yaml.ScalarNode):
-            reading.problems.add(where, "a key must be a word, not a list or a mapping")
-        elif key.value in seen:
-            reading.problems.add(where, f"duplicate key {key.value!r}, already given at {seen[key.value]}; remove one")
-        else:
-            seen[key.value] = where
-    reading.loader.flatten_mapping(node)  # puts what is merged first, and own keys replace it
-    for key, inner in node.value:
-        value = _convert(inner, reading) if isinstance(key, yaml.ScalarNode) else None
-        if value is not None:
-            branch.put(key.value, value, reading.locate(key.start_mark))
-    return branch
-
-
-def _scalar(text: str, tag: str, loader: _Loader) -> bool | int | float | str | None:
-    """The value YAML gives a scalar; dates stay text."""
-    kind = tag.rpartition(":")[2]
-    node = yaml.ScalarNode(tag, text)
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return bool(loader.construct_yaml_bool(node))
-    if kind in ("int", "float"):
-        try:
-            return int(loader.construct_yaml_int(node)) if kind == "int" else float(loader.construct_yaml_float(node))
-        except ValueError:
-            return text  # 0x_ is a number by YAML's pattern alone, and Python reads none of thousands of digits
-    if kind in ("str", "timestamp", "value", "merge"):
-        return text
-    raise ValueError(f"the tag {tag!r} is not understood; write plain values")

@@ -55,16 +55,6 @@ def tune(
         layer.forward = partial(ways[type(layer)], layer)
 
 
-def check(compile: Compile) -> None:
-    """Refuse compile: true where it cannot work.
-
-    Raises:
-        ConfigError: says what is missing.
-    """
-    if compile is True:
-        compilation.decide(True, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers, in order."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

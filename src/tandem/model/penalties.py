@@ -144,16 +144,16 @@ class Past(NamedTuple):
     """Of each row: tokens of its answer before it."""
 
     @classmethod
-    def of(cls, tokens: Ints, at: Ints, answers: Sequence[tuple[int, int]]) -> Self:
+    def of(cls, tokens: Ints, at: Ints, begins: Sequence[int], ends: Sequence[int]) -> Self:
         """Of one sequence.
 
         Args:
             tokens: all of it.
             at: places of some sampled tokens, ascending: its rows.
-            answers: the place at which each begins and the one after its end, ascending; all of it was sampled.
+            begins: where each answer begins, ascending; all of it was sampled.
+            ends: the place after the end of each.
         """
-        begins, ends = np.array(answers, dtype=np.int64).T
-        sampled = np.concatenate([np.arange(begin, end) for begin, end in answers])
+        sampled = np.concatenate([np.arange(*answer) for answer in zip(begins, ends, strict=True)])
         different, places = np.unique(tokens[: at[-1]] if len(at) else tokens[:0], return_index=True)
         return cls(
             seen_column=different,
@@ -161,8 +161,8 @@ class Past(NamedTuple):
             seen_end=np.full(len(different), len(at)),
             output_column=tokens[sampled],
             output_first=np.searchsorted(at, sampled, side="right"),
-            output_end=np.searchsorted(at, np.repeat(ends, ends - begins)),
-            age=at - begins[np.searchsorted(begins, at, side="right") - 1],
+            output_end=np.searchsorted(at, np.repeat(ends, np.subtract(ends, begins))),
+            age=at - np.asarray(begins)[np.searchsorted(begins, at, side="right") - 1],
         )
 
 

@@ -62,7 +62,7 @@ class FloatMoments(PreciseStepper):
 
     def clipped_update(self, weights: Sequence[TrainedWeight], norm: Tensor, lr: float, max_grad_norm: float) -> None:
         """Clip and skip on the device. The bits of stochastic rounding depend on the count of updates: those wait."""
-        if any(weight.rounds_stochastically for weight in weights):
+        if any(weight.master is None for weight in weights):
             super().clipped_update(weights, norm, lr, max_grad_norm)
             return
         divisor = (norm / max_grad_norm).clamp(min=1.0).float() if max_grad_norm > 0 else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.lazy import Parameter, Tensor, no_grad, torch
+from tandem.lazy import Parameter, Tensor, torch
 from tandem.optimizers.base import PIECE, Optimizer, ParameterPart, global_norm
 
 FLOAT = 4  # bytes
@@ -81,6 +81,7 @@ class TrainedWeight:
         self.keeps = self.own or narrow_gradient
         """A step's first gradient is kept as it comes; further ones are added to it, in its type."""
         self.master: Parameter | None = None
+        """None: nothing is kept of what rounding takes off, which is stochastic."""
         self.buffer: Tensor | None = None
         self.started = False
         self.steps = 0
@@ -92,11 +93,6 @@ class TrainedWeight:
             self.master = torch.nn.Parameter(weights.to(home, torch.float32, copy=True).contiguous())
         elif weights.dtype != torch.bfloat16:
             raise ConfigError(f"optimizer.precision: {precision} is not for {name} of {weights.dtype}; take masters")
-
-    @property
-    def rounds_stochastically(self) -> bool:
-        """Nothing is kept of what rounding takes off."""
-        return self.master is None
 
     def add(self, grad: Tensor) -> None:
         """Add a micro-batch's gradient. The first of a step is moved or copied in, so nothing has to be zeroed.
@@ -142,7 +138,8 @@ class TrainedWeight:
         size = size or PIECE
         for at in self._cuts(flat.numel(), size):
             value = flat[at].float()  # itself if it is float32
-            yield value, self._clipped(at, clip), at
+            grad = self.gradient.view(-1)[at].float()  # itself if it is float32
+            yield value, grad if clip == 1.0 else grad.mul_(clip), at
             if self.master is None:
                 self._narrow(value, flat, at.start)
         if not source.is_contiguous():
@@ -157,10 +154,6 @@ class TrainedWeight:
             stop = min(start + size - (self.part.start + start) % size, num)
             yield slice(start, stop)
             start = stop
-
-    def _clipped(self, at: slice, clip: float) -> Tensor:
-        grad = self.gradient.view(-1)[at].float()  # itself if it is float32
-        return grad if clip == 1.0 else grad.mul_(clip)
 
     def _narrow(self, value: Tensor, flat: Tensor, start: int) -> None:
         from tandem.optimizers import _narrow
@@ -210,7 +203,6 @@ class PreciseStepper(ABC):
         """Drop a parameter's gradient."""
         self._weight_of[parameter].forget()
 
-    @no_grad
     def step(self, lr: float, max_grad_norm: float) -> Tensor:
         """Clip, update, write the weights in place and forget the gradient; returns the norm before clipping.
 
@@ -222,11 +214,11 @@ class PreciseStepper(ABC):
         self.update_by(norm, lr, max_grad_norm)
         return norm
 
-    @no_grad
     def update_by(self, norm: Tensor, lr: float, max_grad_norm: float) -> None:
         """The same by a norm that was computed already, such as that over all ranks."""
         if weights := [weight for weight in self.weights if weight.started]:
-            self.clipped_update(weights, norm, lr, max_grad_norm)
+            with torch.no_grad():
+                self.clipped_update(weights, norm, lr, max_grad_norm)
         self.zero_grad()
 
     def clipped_update(self, weights: Sequence[TrainedWeight], norm: Tensor, lr: float, max_grad_norm: float) -> None:
@@ -254,7 +246,6 @@ class PreciseStepper(ABC):
             for key, value in {**self.states[weight], **weight.held()}.items()
         }
 
-    @no_grad
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy what ``state_dict`` gave into this optimizer's own tensors. Weights are not touched.
 
@@ -266,7 +257,8 @@ class PreciseStepper(ABC):
         if wrong:
             what = f"the optimizer state is of other parameters: {len(wrong)} entries differ, first {wrong[0]!r}"
             raise CheckpointError(f"{what}; resume with the recipe that the checkpoint was made with")
-        for name, tensor in current.items():
-            tensor.copy_(state[name])
+        with torch.no_grad():
+            for name, tensor in current.items():
+                tensor.copy_(state[name])
         for weight in self.weights:
             weight.steps = int(self.states[weight]["step"])

@@ -67,7 +67,8 @@ def _wrong(task: Task, gold: str, others: Sequence[tuple[str, str]]) -> Iterator
     yield "very long", "and so on " * (_LENGTH // 10)
     if not (task.answer and task.answer in _ORDER):
         yield "an order to the grader", _ORDER
-    yield "the bare form", _emptied(task, gold)
+    holds_answer = bool(task.answer) and task.answer in gold
+    yield "the bare form", gold.replace(task.answer, "") if holds_answer else ""
     if others:
         answer, reply = others[0]
         yield "another task's answer", reply
@@ -75,9 +76,9 @@ def _wrong(task: Task, gold: str, others: Sequence[tuple[str, str]]) -> Iterator
         half = len(answers) // 2
         if task.answer and len(answers) > 1:
             yield "all answers at once", " ".join([*answers[:half], task.answer, *answers[half:]])
-        if task.answer and task.answer in gold:
+        if holds_answer:
             yield "the right form, a wrong answer", answer.join(gold.rsplit(task.answer, 1))
-    if task.answer and task.answer in gold:
+    if holds_answer:
         for name, changed in _mutations(task.answer).items():
             yield name, changed.join(gold.rsplit(task.answer, 1))
 
@@ -91,11 +92,6 @@ def _mutations(answer: str) -> Mapping[str, str]:
             "one more": str(int(answer) + 1),
         }
     return {"a word more": f"{answer} {answer}x", "cut": answer[: len(answer) // 2]}
-
-
-def _emptied(task: Task, gold: str) -> str:
-    """The gold reply without its answer."""
-    return gold.replace(task.answer, "") if task.answer and task.answer in gold else ""
 
 
 def _right(gold: str) -> Iterator[tuple[str, str]]:

@@ -21,17 +21,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 
+from tandem.config.loading import RunConfig
 from tandem.metrics import Value
 from tandem.observability import progress, waits
 from tandem.rollout.buffer_metrics import BufferMetrics
-from tandem.rollout.buffer_options import BufferOptions
 from tandem.rollout.data_state import DataState, Draw
-from tandem.rollout.entry import Entry, EntryState
 from tandem.rollout.group_runner import PostprocessRewards
 from tandem.rollout.mixture import EnvMixture
-from tandem.rollout.oversampling import MOST, SignalForecast
+from tandem.rollout.oversampling import MOST, Oversample, SignalForecast
 from tandem.rollout.replay import ReplayBuffer
 from tandem.rollout.source import Batch
 from tandem.rollout.task_sampler import EnvRunner, TaskSampler
@@ -41,6 +41,86 @@ log = logging.getLogger(__name__)
 
 OnEvent = Callable[[str, Mapping[str, Json]], None]
 """Called with an event's name and fields."""
+
+
+class EntryState(Enum):
+    """State of an admitted task, from its admission until it was trained or dropped."""
+
+    QUEUED = "queued"
+    """Admitted: it holds a slot, and its rollouts have not begun."""
+    RUNNING = "running"
+    """Its rollouts are sampled and graded."""
+    SCORED = "scored"
+    """Every rollout has its reward; on policy it waits here until its whole wave is scored."""
+    READY = "ready"
+    """Accepted: it waits for its place in a batch."""
+    TAKEN = "taken"
+    """In the batch that is trained."""
+    TRAINED = "trained"
+    """Trained; its slot is free."""
+    DROPPED = "dropped"
+    """Not trained: failed, zero-variance, stale or surplus; its slot is free."""
+
+
+TRANSITIONS: Mapping[EntryState, frozenset[EntryState]] = {
+    EntryState.QUEUED: frozenset({EntryState.RUNNING}),
+    EntryState.RUNNING: frozenset({EntryState.SCORED, EntryState.DROPPED}),
+    EntryState.SCORED: frozenset({EntryState.READY, EntryState.DROPPED}),
+    EntryState.READY: frozenset({EntryState.TAKEN, EntryState.DROPPED}),
+    EntryState.TAKEN: frozenset({EntryState.TRAINED}),
+    EntryState.TRAINED: frozenset(),
+    EntryState.DROPPED: frozenset(),
+}
+"""Transitions: the states that may follow each state. A resumed run's entries begin as QUEUED or READY."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An admitted task, its state, and its group once it is scored."""
+
+    index: int
+    """Its place in the order of admission."""
+    draw: Draw
+    state: EntryState = EntryState.QUEUED
+    _group: Group | None = None
+    task: asyncio.Task[None] | None = None
+    """Plays it, where it is played here."""
+
+    @classmethod
+    def restored(cls, draw: Draw, group: Group) -> Entry:
+        """An entry that a checkpoint had READY."""
+        return cls(group.index, draw, EntryState.READY, group)
+
+    @property
+    def in_flight(self) -> bool:
+        """Its rollouts are not scored yet."""
+        return self.state in (EntryState.QUEUED, EntryState.RUNNING)
+
+    @property
+    def group(self) -> Group:
+        """Its rollouts with their rewards; only once they are scored."""
+        assert self._group is not None
+        return self._group
+
+    def score(self, group: Group) -> None:
+        """Its rollouts have their rewards."""
+        self.become(EntryState.SCORED)
+        self._group = group
+
+    def replay(self, draw: Draw, stored: Group) -> None:
+        """A group that was trained before takes the place of its own."""
+        self.become(EntryState.READY)
+        self.draw, self._group = draw, replace(stored, index=self.index)
+
+    def become(self, state: EntryState) -> None:
+        """Go on to a state.
+
+        Raises:
+            RuntimeError: none that may follow its own.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"entry {self.index} is {self.state.value} and cannot become {state.value}")
+        self.state = state
 
 
 @dataclass(slots=True)
@@ -54,8 +134,8 @@ class RolloutBuffer:
 
     runners: Sequence[EnvRunner]
     """The environments to train on."""
-    options: BufferOptions
-    """Options of the recipe: group size, groups per step, lag, sampling and drops."""
+    config: RunConfig
+    """Group size, groups per step, lag, sampling and drops."""
     version: Callable[[], int]
     """Optimizer steps taken."""
     postprocess_rewards: PostprocessRewards
@@ -64,6 +144,13 @@ class RolloutBuffer:
     """Called with a dropped group and why: zero_variance, stale or failed; surplus ones are only counted."""
     on_event: OnEvent = lambda name, fields: None
     """Called when a group is replayed, a task is drawn again, or a zero-variance group is kept."""
+    max_dropped_batches: int = 50
+    """Batches' worth of an environment's groups dropped in a row before it is left out, or the run ends if no other is
+    left."""
+    ahead: int = field(init=False)
+    """Steps by which sampling may be ahead of training; the engine's weights may be behind by the rest of the lag."""
+    _drops_zero_variance: bool = field(init=False)
+    _oversample: Oversample = field(init=False)
     _by_name: dict[str, EnvRunner] = field(init=False)
     _mixture: EnvMixture = field(init=False)
     _sampler: TaskSampler = field(init=False)
@@ -81,13 +168,16 @@ class RolloutBuffer:
     _failure: BaseException | None = None
 
     def __post_init__(self) -> None:
-        options = self.options
+        config = self.config
+        self.ahead = config.max_lag - config.sync.behind
+        self._drops_zero_variance = config.zero_variance_groups == "drop" and config.teacher is None
+        self._oversample = config.oversample if self._drops_zero_variance else "off"
         self._by_name = {runner.name: runner for runner in self.runners}
-        self._mixture = EnvMixture(self.runners, options.groups_per_step, options.max_dropped_batches)
-        self._sampler = TaskSampler(self.runners, options.steps, options.reroll, options.curriculum, self._rerolled)
-        self._replay = ReplayBuffer(options.replay)
-        self._forecast = SignalForecast(options.oversample)
-        self._metrics = BufferMetrics(options, self._by_name)
+        self._mixture = EnvMixture(self.runners, config.groups_per_step, self.max_dropped_batches)
+        self._sampler = TaskSampler(self.runners, config.steps, config.reroll, config.curriculum, self._rerolled)
+        self._replay = ReplayBuffer(config.replay)
+        self._forecast = SignalForecast(self._oversample)
+        self._metrics = BufferMetrics(config, self._by_name)
 
     @asynccontextmanager
     async def open(self, data_state: DataState) -> AsyncIterator[RolloutBuffer]:
@@ -116,13 +206,13 @@ class RolloutBuffer:
             Starved: group after group was dropped, of every environment.
             EngineError: the engine failed.
         """
-        with progress.under_way("sampling", total=self.options.groups_per_step, unit="groups") as shown:
+        with progress.under_way("sampling", total=self.config.groups_per_step, unit="groups") as shown:
             while True:
                 if self._failure is not None:
                     raise self._failure
                 self._drop_stale()
                 first = self._first()
-                if sum(entry.state is EntryState.READY for entry in first) == self.options.groups_per_step:
+                if sum(entry.state is EntryState.READY for entry in first) == self.config.groups_per_step:
                     return self._handed_out(first)
                 self._changed.clear()
                 shown.reach(sum(not entry.in_flight for entry in first))
@@ -166,8 +256,8 @@ class RolloutBuffer:
 
     def _handed_out(self, entries: Sequence[Entry]) -> Batch:
         """A batch that is complete; its groups with signal may be trained again later."""
-        if self.options.ahead == 0:  # in the next batch what is over would be off-policy
-            if self.options.oversample == "keep":
+        if self.ahead == 0:  # in the next batch what is over would be off-policy
+            if self._oversample == "keep":
                 entries = [entry for entry in self._entries if entry.state is EntryState.READY]
             for entry in [e for e in self._entries if e.state is EntryState.READY and e not in entries]:
                 self._drop_surplus(entry)
@@ -212,7 +302,7 @@ class RolloutBuffer:
         # Batches that were taken and are being trained hold all the slots that were theirs.
         in_play = Counter(entry.draw.env for entry in self._entries if entry.state is not EntryState.TAKEN)
         slots: list[tuple[str, int]] = []
-        last = self._freed + self.options.ahead
+        last = self._freed + self.ahead
         for batch in range(self._taken, last + 1):
             slots += [(env, batch) for env in self._mixture.batch(batch)]
         slots += [(env, last) for env in self._oversampled(Counter(env for env, _ in slots))]
@@ -227,26 +317,26 @@ class RolloutBuffer:
     def _oversampled(self, places: Mapping[str, int]) -> list[str]:
         """Environments of the groups in flight beyond an environment's places, since some will have no signal."""
         ready = Counter(entry.draw.env for entry in self._entries if entry.state is EntryState.READY)
-        on_policy, extra = self.options.ahead == 0, list[str]()
+        on_policy, extra = self.ahead == 0, list[str]()
         for env, count in places.items():
             wanted = count - ready[env]
             groups = self._forecast.groups(env, wanted, most=MOST * count, on_policy=on_policy)
             extra += [env] * (groups - max(0, wanted))
-        times = self.options.max_resample_times
-        return extra if times is None else extra[: max(0, times * self.options.groups_per_step - self._refilled)]
+        times = self.config.max_resample_times
+        return extra if times is None else extra[: max(0, times * self.config.groups_per_step - self._refilled)]
 
     async def _play(self, entry: Entry) -> None:
         """Consumes: a task. Waits for: the engine and the graders. Unblocks: ``take``."""
-        runner, options = self._by_name[entry.draw.env], self.options
+        runner, config = self._by_name[entry.draw.env], self.config
         entry.become(EntryState.RUNNING)
         try:
             task, id = runner.of(entry.draw)
             with self._metrics.playing():
                 group = await runner.group_runner.run(
-                    task, id=id, index=entry.index, size=options.group_size, sampling=options.sampling
+                    task, id=id, index=entry.index, size=config.group_size, sampling=config.sampling
                 )
             entry.score(self.postprocess_rewards(group))
-            if self.options.on_policy_tail == "abort" and self.options.ahead == 0:
+            if self.config.on_policy_tail == "abort" and self.ahead == 0:
                 self._cut_tail()
             if not self._wave_is_out():
                 self._sort_scored()
@@ -260,7 +350,7 @@ class RolloutBuffer:
 
     def _wave_is_out(self) -> bool:
         """True while a wave of on-policy sampling has groups that are still being played."""
-        return self.options.ahead == 0 and any(entry.in_flight for entry in self._entries)
+        return self.ahead == 0 and any(entry.in_flight for entry in self._entries)
 
     def _cut_tail(self) -> None:
         """End a wave whose first groups fill the batch, whatever became of the others.
@@ -274,7 +364,7 @@ class RolloutBuffer:
             elif entry.in_flight:
                 return
             elif entry.state is EntryState.READY or (
-                len(entry.group.scored) > 1 and not (entry.group.zero_variance and self.options.drop_zero_variance)
+                len(entry.group.scored) > 1 and not (entry.group.zero_variance and self._drops_zero_variance)
             ):
                 wanted[entry.draw.env] -= 1
         if not wanted.total():
@@ -302,10 +392,10 @@ class RolloutBuffer:
 
     def _zero_variance(self, entry: Entry) -> None:
         """Drop a group without signal, unless enough were replaced for this batch."""
-        most = self.options.max_resample_times
-        if not self.options.drop_zero_variance:
+        most = self.config.max_resample_times
+        if not self._drops_zero_variance:
             self._keep(entry)
-        elif most is None or self._refilled < most * self.options.groups_per_step:
+        elif most is None or self._refilled < most * self.config.groups_per_step:
             self._refilled += 1
             self._drop("zero_variance", entry)
         else:
@@ -317,7 +407,7 @@ class RolloutBuffer:
         """Replace a group without signal by one that was trained before; False if there is none."""
         waiting = {other.group.id for other in self._entries if not other.in_flight}
         # At the latest it is trained when all that sampling may be ahead by is used up.
-        latest = self.version() + self.options.ahead
+        latest = self.version() + self.ahead
         replayed = self._replay.take(entry.draw.env, step=latest, taken=waiting)
         if replayed is None:
             return False
@@ -339,7 +429,7 @@ class RolloutBuffer:
         for entry in list(self._entries):
             if entry.state is not EntryState.READY:
                 continue
-            most = self.options.replay.max_age if entry.group.replayed else self.options.max_lag
+            most = self.config.replay.max_age if entry.group.replayed else self.config.max_lag
             if self.version() - entry.group.version_min > most:
                 if not entry.group.replayed:
                     self._sampler.repeat(entry.draw)

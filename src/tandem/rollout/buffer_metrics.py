@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from tandem.config.loading import RunConfig
 from tandem.metrics import Histogram, Sum, Value, merge
-from tandem.rollout.buffer_options import BufferOptions
 from tandem.rollout.data_state import Draw
 from tandem.rollout.measure import measure
 from tandem.rollout.task_sampler import EnvRunner
@@ -20,8 +20,8 @@ class BufferMetrics:
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
 
-    def __init__(self, options: BufferOptions, runners: Mapping[str, EnvRunner]) -> None:
-        self._options, self._runners = options, runners
+    def __init__(self, config: RunConfig, runners: Mapping[str, EnvRunner]) -> None:
+        self._config, self._runners = config, runners
         self._playing = 0
         self._idle_since = self.clock()
         self._reset()
@@ -71,7 +71,7 @@ class BufferMetrics:
 
     def collect(self) -> Mapping[str, Value]:
         """The metrics; counting begins anew."""
-        options = self._options
+        config = self._config
         self._count_idle()
         idle = {"engine/idle_seconds": Sum(self._idle)}
         reasons = ("zero_variance", "stale", "failed", "surplus")
@@ -79,9 +79,9 @@ class BufferMetrics:
         drops["tokens/dropped"] = Sum(float(self.tokens_dropped))
         taken = {f"env/{name}/trained": Sum(float(self.trained[name])) for name in self._runners}
         enabled = {
-            "replayed": bool(options.replay.size),
-            "rerolled": options.reroll.start_fraction < 1,
-            "kept_zero_variance": options.max_resample_times is not None,
+            "replayed": bool(config.replay.size),
+            "rerolled": config.reroll.start_fraction < 1,
+            "kept_zero_variance": config.max_resample_times is not None,
         }
         counted = [name for name, on in enabled.items() if on]
         reused: dict[str, Value] = {f"groups/{name}": Sum(float(self.reused[name])) for name in counted}

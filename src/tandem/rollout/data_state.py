@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from tandem.algorithms.curricula.base import TaskHistory
-from tandem.types import Group, Json
+from tandem.types import Group
 
 
 class Draw(NamedTuple):
@@ -77,13 +75,3 @@ class DataState:
     """What came of each task, by environment and the task's place in it, where a curriculum asks."""
     tasks: Mapping[str, TasksMark] = field(default_factory=dict)
     """What tells each environment's tasks from others: all of this counts places among them."""
-
-    def to_json(self) -> dict[str, Json]:
-        """Plain data."""
-        plain: dict[str, Json] = msgspec.to_builtins(self, str_keys=True)
-        return plain
-
-    @classmethod
-    def from_json(cls, data: Any) -> DataState:
-        """Inverse of ``to_json``; raises ValueError where something is of another kind."""
-        return msgspec.convert(data, cls, str_keys=True)

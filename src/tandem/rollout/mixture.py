@@ -89,7 +89,7 @@ class EnvMixture:
     """
 
     def __init__(self, runners: Sequence[EnvRunner], places: int, max_dropped_batches: int) -> None:
-        """Of batches with this many places; ``max_dropped_batches`` as in ``BufferOptions``."""
+        """Of batches with this many places; ``max_dropped_batches`` as in ``RolloutBuffer``."""
         self._runners = {runner.name: runner for runner in runners}
         self._places, self._max_dropped_batches = places, max_dropped_batches
         self._schedules: dict[tuple[str, ...], MixtureSchedule] = {}

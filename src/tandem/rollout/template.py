@@ -49,8 +49,8 @@ class Template:
             options: of the template, beside the run's.
         """
         if len(messages) == 1 and messages[0].role == TEXT:
-            return self._encode(messages[0].content)
-        return self._encode(self._render(messages, tools, options))
+            return self.more(messages[0].content)
+        return self.more(self._render(messages, tools, options))
 
     def bridge(
         self,
@@ -72,7 +72,7 @@ class Template:
         text = self._render([*opening, Message(role="assistant", content=_MARK), *reply], tools, options)
         after = text.rpartition(_MARK)[2]
         # A model may end a turn with another token than the tokenizer's eos, so the token itself is compared.
-        tokens = self._encode(after)
+        tokens = self.more(after)
         return tokens[1:] if self.ends(last) and tokens[:1] == [last] else tokens
 
     def demonstrated(
@@ -103,11 +103,11 @@ class Template:
             if not whole.startswith(opening):
                 raise EnvError("the chat template does not write an assistant's message where it asks for one")
             goes_on = bool(turns) and opening.startswith(written)
-            prompt = [*turns[-1][0], *turns[-1][1], *self._encode(opening[len(written) :])] if goes_on else None
-            reply = self._encode(whole[len(opening) :])
+            prompt = [*turns[-1][0], *turns[-1][1], *self.more(opening[len(written) :])] if goes_on else None
+            reply = self.more(whole[len(opening) :])
             if not reply or not self.ends(reply[-1]):
                 reply.append(self._tokenizer.eos_token_id)
-            turns.append((self._encode(opening) if prompt is None else prompt, reply))
+            turns.append((self.more(opening) if prompt is None else prompt, reply))
             written = whole
         return turns
 
@@ -129,10 +129,6 @@ class Template:
         after = self._render([*messages[:-1], Message(role="user", content=_MARK)]).rpartition(_MARK)[2].split()
         return after[0] if after and after[0] in messages[-1].content else ""
 
-    def more(self, text: str) -> list[int]:
-        """Token ids of text that goes on after other tokens."""
-        return self._encode(text)
-
     @property
     def vocabulary(self) -> int:
         """Token ids that have a text are below this."""
@@ -140,9 +136,8 @@ class Template:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, special ones left out."""
-        if (quick := self._quick) is not None:
-            return quick.decode(list(tokens), skip_special_tokens=True)  # type: ignore[no-any-return]
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)  # type: ignore[no-any-return]
+        text: str = (self._quick or self._tokenizer).decode(list(tokens), skip_special_tokens=True)
+        return text
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Text of each token on its own, for people; each is decoded once, and new ones without Python's lock."""
@@ -182,7 +177,8 @@ class Template:
                 raise EnvError("the chat template leaves out tool_calls; give one that writes them")
         return text
 
-    def _encode(self, text: str) -> list[int]:
+    def more(self, text: str) -> list[int]:
+        """Token ids of text that goes on after other tokens, or that the template has rendered."""
         # The template writes special tokens itself.
         text = _unicode(text)
         if (quick := self._quick) is not None and quick.truncation is None and quick.padding is None:

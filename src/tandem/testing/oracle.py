@@ -192,38 +192,22 @@ class Scored:
 
 def cost(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
     """Loss of each sampled token of a sequence, weighed by corrections, and the penalty of leaving the reference."""
+    advantages = torch.tensor(sequence.advantages, dtype=torch.float64)
+    recorded = torch.tensor(sequence.sampler_logprobs, dtype=torch.float64)
+    sampler = torch.where(recorded == UNKNOWN_LOGPROB, scored.first, recorded)
+    old, now = scored.first if known.recomputed else sampler, scored.now.detach()
     kind, options = known.loss
-    advantages, old = torch.tensor(sequence.advantages, dtype=torch.float64), _old(known, sequence, scored)
-    total, weight = LOSSES[kind](scored.now, old, advantages, options), weights(known, sequence, scored)
-    total = torch.where(weight == 0, 0.0, total * weight)
+    total = LOSSES[kind](scored.now, old, advantages, options)
+    for kind, options in known.corrections:
+        gap = now - sampler if kind == "opsm" or not known.recomputed else scored.first - sampler
+        weight = CORRECTIONS[kind](gap, advantages, options, known.recomputed)
+        total = torch.where(weight == 0, 0.0, total * weight)
     if known.reference is None:
         return total
     assert scored.reference is not None
     options = known.reference[1]
     penalty = divergence(scored.now - scored.reference, (scored.now - old).exp(), options)
     return total + float(options["beta"]) * penalty
-
-
-def weights(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
-    """Weight of each token: the product of all corrections' weights."""
-    sampler, advantages = _sampler_logprobs(sequence, scored), torch.tensor(sequence.advantages, dtype=torch.float64)
-    now = scored.now.detach()
-    total = torch.ones_like(now)
-    for kind, options in known.corrections:
-        gap = now - sampler if kind == "opsm" or not known.recomputed else scored.first - sampler
-        total = total * CORRECTIONS[kind](gap, advantages, options, known.recomputed)
-    return total
-
-
-def _sampler_logprobs(sequence: SampledSequence, scored: Scored) -> Tensor:
-    """The sampler's, or the policy's where it told none."""
-    logprobs = torch.tensor(sequence.sampler_logprobs, dtype=torch.float64)
-    return torch.where(logprobs == UNKNOWN_LOGPROB, scored.first, logprobs)
-
-
-def _old(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
-    """What ratios are against."""
-    return scored.first if known.recomputed else _sampler_logprobs(sequence, scored)
 
 
 def divergence(gap: Tensor, ratio: Tensor, options: Options) -> Tensor:
@@ -399,40 +383,30 @@ def _counts(rollout: Rollout) -> bool:
 
 def _sequences(rollout: Rollout, advantage: OfRollout) -> Iterator[SampledSequence]:
     """A turn that repeats all before it, at the same temperature, goes on in the same sequence."""
-    runs: list[list[int]] = []
-    turns, place, own = [turn for turn in rollout.turns if turn.completion.tokens], 0, rollout.advantages
+    turns, place = [turn for turn in rollout.turns if turn.completion.tokens], 0
+    rows: list[tuple[int, int, float, float]] = []
     for i, turn in enumerate(turns):
-        last = turns[runs[-1][-1]] if runs else None
-        whole = () if last is None else last.prompt + last.completion.tokens
-        goes_on = last is not None and turn.prompt[: len(whole)] == whole and turn.temperature == last.temperature
-        runs = [*runs[:-1], [*runs[-1], i]] if goes_on else [*runs, [i]]
-    for run in runs:
-        at: list[int] = []
-        begins: list[int] = []
-        sampler_logprobs: list[float] = []
-        advantages: list[float] = []
-        for i in run:
-            start, count = len(turns[i].prompt), len(turns[i].completion.tokens)
-            place += count
-            if not turns[i].trained:
-                continue
-            at += range(start, start + count)
-            begins += [start] * count
-            sampler_logprobs += turns[i].completion.logprobs
-            of_turn = advantage[i] if isinstance(advantage, list) else advantage
-            advantages += [of_turn] * count if own is None else own[place - count : place]
-        if not at:
+        begin, logprobs, whole = len(turn.prompt), turn.completion.logprobs, turn.prompt + turn.completion.tokens
+        of_turn = advantage[i] if isinstance(advantage, list) else advantage
+        own, place = rollout.advantages, place + len(logprobs)
+        advantages = [of_turn] * len(logprobs) if own is None else own[place - len(logprobs) : place]
+        if turn.trained:
+            rows += ((begin + k, begin, *row) for k, row in enumerate(zip(logprobs, advantages, strict=True)))
+        after = turns[i + 1] if i + 1 < len(turns) else None
+        if after and after.prompt[: len(whole)] == whole and after.temperature == turn.temperature:
             continue
-        end = turns[run[-1]]
-        yield SampledSequence(
-            rollout=rollout.id,
-            ids=end.prompt + end.completion.tokens,
-            at=tuple(at),
-            begins=tuple(begins),
-            sampler_logprobs=tuple(sampler_logprobs),
-            advantages=tuple(advantages),
-            temperature=end.temperature,
-        )
+        if rows:
+            at, begins, sampler_logprobs, values = zip(*rows, strict=True)
+            yield SampledSequence(
+                rollout=rollout.id,
+                ids=whole,
+                at=at,
+                begins=begins,
+                sampler_logprobs=sampler_logprobs,
+                advantages=values,
+                temperature=turn.temperature,
+            )
+        rows = []
 
 
 def logprobs(exact: PlainModel, sequence: SampledSequence, known: Formula) -> Tensor:

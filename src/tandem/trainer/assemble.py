@@ -33,17 +33,15 @@ from tandem.rollout.teacher import Score, ServedTeacher
 from tandem.rollout.template import Template
 from tandem.trainer import environments, loop, out_of_memory, run_folder, user_code
 from tandem.trainer import memory_plan as memory
-from tandem.trainer.checkpoint import Checkpoints, restore_weights
+from tandem.trainer.checkpoint import Checkpoints, restore_weights, staging_of
 from tandem.trainer.evaluate import Evaluator, held_out
 from tandem.trainer.live import live_policy, model_of, rank_device, reference_of
 from tandem.trainer.pack import Packer
-from tandem.trainer.pairs import check_pairs, is_cut
-from tandem.trainer.rank_counts import RankCounts
+from tandem.trainer.pairs import RankCounts, check_pairs, is_cut
 from tandem.trainer.ranks import checks, layout
 from tandem.trainer.record import records
 from tandem.trainer.requirements import engine_requirements, started_on_ours
-from tandem.trainer.run_lock import RunLock
-from tandem.trainer.staging import staging_of
+from tandem.trainer.run_folder import RunLock
 from tandem.trainer.state import TrainerState, checkpoints_in
 from tandem.trainer.step import Step
 from tandem.trainer.world import World
@@ -205,13 +203,9 @@ def _world(
     """The ranks of a run, each with its policy loaded."""
     if size == 1:
         return World.opened(config)
-    if is_cut(config):
-        from tandem.trainer.ranks.cut_ranks import CutRanks
+    from tandem.trainer.ranks.lead import CutRanks, ManyRanks
 
-        return CutRanks.connected(config, size, placement, folder)
-    from tandem.trainer.ranks.lead import ManyRanks
-
-    return ManyRanks.connected(config, size, placement, folder)
+    return (CutRanks if is_cut(config) else ManyRanks).connected(config, size, placement, folder)
 
 
 async def _assemble(

@@ -1,4 +1,7 @@
-"""Checkpoints: staged, written aside, flushed to disk, then renamed. What has its final name is whole."""
+"""Checkpoints: staged, written aside, flushed to disk, then renamed. What has its final name is whole.
+
+A staged tensor must not change while it is written. Either it is a copy in host memory, or training waits.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +12,106 @@ import logging
 import os
 import shutil
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tandem import machine
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.distributed import state_shards
 from tandem.distributed.state_shards import SharesStates
 from tandem.errors import CheckpointError, TandemError, command
+from tandem.model.policy import Compute, Policy
 from tandem.observability import trace, waits
 from tandem.observability.emit import Telemetry
 from tandem.optimizers.base import Stepper
 from tandem.trainable.full import write_index
-from tandem.trainer.run_lock import RunLock
-from tandem.trainer.staging import Staging
+from tandem.trainer.run_folder import RunLock
 from tandem.trainer.state import TrainerState, checkpoints_in
-from tandem.trainer.work import LocalWork
+from tandem.trainer.step import LocalWork
 from tandem.trainer.world import Hold, World, Write
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 WHOLE = "optimizer.safetensors"
 """States that one process wrote."""
 SHARDS = "optimizer"
 """Folder of states of which several ranks each wrote a share."""
+
+
+class Staging:
+    """How the tensors of a checkpoint are kept from changing while they are written.
+
+    Args:
+        compute: the compute thread writes, and nothing is copied: nothing is trained or sampled on it meanwhile. None:
+            tensors are copied to host memory, from a GPU to pinned memory, and a thread of its own writes them.
+    """
+
+    def __init__(self, compute: Compute | None):
+        self._compute = compute
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+
+    @property
+    def waits(self) -> bool:
+        """Whether training waits until a checkpoint is written."""
+        return self._compute is not None
+
+    @torch.no_grad()
+    def hold(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors as they are now, for the writer; called on the compute thread. Equal memory stays equal.
+
+        Copies of tensors on a GPU are under way together, and there when this returns.
+        """
+        if self._compute is not None:
+            return dict(tensors)
+        copies: dict[tuple[object, ...], Tensor] = {}
+        by_name: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if not tensor.numel() or memory not in copies:
+                copies[memory] = _copy(tensor)
+            by_name[name] = copies[memory]
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        return by_name
+
+    async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function that writes, one at a time, on a thread that may block."""
+        if self._compute is not None:
+            return await self._compute(function, *args, **kwargs)
+        loop = asyncio.get_running_loop()
+        reason = getattr(function, "__qualname__", type(function).__name__)
+        async with waits.waiting(waits.actor("checkpoint"), reason, on="checkpoint thread"):
+            return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
+
+    def close(self) -> None:
+        """Let what is being written end."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory; torch keeps pinned memory that is freed, for the next checkpoint."""
+    if not tensor.is_cuda:
+        return tensor.detach().clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def staging_of(asynchronous: bool | Literal["auto"], policy: Policy) -> Staging:
+    """The recipe's way; auto: asynchronous where weights are on a GPU, beside which host memory is cheap."""
+    chosen = policy.device.type != "cpu" if asynchronous == "auto" else asynchronous
+    return Staging(None if chosen else policy.compute)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -242,7 +313,13 @@ def load_states(path: Path, stepper: Stepper, reference: ReferenceWeights | None
     state_shards.read(path / SHARDS if (path / SHARDS).is_dir() else path / WHOLE, shares)
     stepper.load_state_dict(states)
     if reference is not None and (reference.state_dict() or (path / "reference.safetensors").exists()):
-        _read_tensors(path / "reference.safetensors", reference.load_state_dict)
+        file = path / "reference.safetensors"
+        try:
+            with safe_open(file, framework="pt") as stored:
+                # Read one tensor at a time as it is copied: no second reference is held.
+                reference.load_state_dict({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(_unreadable(file, error)) from error
 
 
 async def restore_weights(folder: Path, world: World, fresh: TrainerState) -> TrainerState:
@@ -306,15 +383,6 @@ def _read_state(path: Path) -> TrainerState:
     if state.step != int(path.name):
         raise CheckpointError(f"{path} holds the state of step {state.step}; remove it, and go on from an older one")
     return state
-
-
-def _read_tensors(file: Path, load: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    try:
-        with safe_open(file, framework="pt") as stored:
-            # Read one tensor at a time as it is copied: no second optimizer state is held.
-            load({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(_unreadable(file, error)) from error
 
 
 def _unreadable(file: Path, error: Exception) -> str:

@@ -26,7 +26,6 @@ from tandem.observability.emit import Telemetry
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout import template as rendering
 from tandem.rollout.buffer import RolloutBuffer
-from tandem.rollout.buffer_options import BufferOptions
 from tandem.rollout.demonstrations import Demonstrator, WarmStartSource
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
 from tandem.rollout.measure import Solved
@@ -286,7 +285,7 @@ def rollout_source(
     if config.broker is None:
         return RolloutBuffer(
             runners=runners,
-            options=_buffer_options(config),
+            config=config,
             version=trained.current,
             postprocess_rewards=postprocess(config),
             on_drop=dropped(config, trained, telemetry),
@@ -306,25 +305,6 @@ def rollout_source(
         engine=engine,
     )
     return source
-
-
-def _buffer_options(config: RunConfig) -> BufferOptions:
-    drops = config.zero_variance_groups == "drop" and config.teacher is None
-    return BufferOptions(
-        groups_per_step=config.groups_per_step,
-        group_size=config.group_size,
-        max_lag=config.max_lag,
-        behind=config.sync.behind,
-        drop_zero_variance=drops,
-        oversample=config.oversample if drops else "off",
-        on_policy_tail=config.on_policy_tail,
-        sampling=config.sampling,
-        steps=config.steps,
-        max_resample_times=config.max_resample_times,
-        replay=config.replay,
-        reroll=config.reroll,
-        curriculum=config.curriculum,
-    )
 
 
 def dropped(config: RunConfig, trained: StepCounter, telemetry: Telemetry) -> DroppedGroups:

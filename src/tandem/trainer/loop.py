@@ -238,9 +238,8 @@ def _emit(
         "tokens_per_second": Mean(sampled.value if isinstance(sampled, Sum) else 0.0, seconds),
         "memory/rss_gb": Max(machine.resident() / 1e9),
     }
-    for name, measured in (("gpu_gb", machine.held), ("gpu_reserved_gb", machine.reserved)):
-        if (size := measured(str(run.policy.device))) is not None:
-            whole[f"memory/{name}"] = Max(size / 1e9)
+    for name, size in machine.peaks(str(run.policy.device)).items():
+        whole[f"memory/{name}"] = Max(size / 1e9)
     run.telemetry.emit(state.step, [merged, whole, trace.take()])
 
 

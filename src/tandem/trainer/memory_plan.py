@@ -15,9 +15,8 @@ from tandem.config.loading import RunConfig
 from tandem.engines.base import ReportsChecksums
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine, accelerator, host, readable
+from tandem.trainer import pairs
 from tandem.trainer.meta_model import MetaModel
-from tandem.trainer.pairs import has_engines_beside, has_slices, is_cut, ranks_of_engine, shards_of
-from tandem.trainer.rank_counts import RankCounts
 
 When = Literal["always", "starting", "running", "sampling", "training"]
 
@@ -170,7 +169,7 @@ class Planner:
         self.machine = machine or accelerator() or host()
         self.beside = None if self.machine.is_host else beside or host()
         self.prompt_tokens, self.resumed = prompt_tokens, resumed
-        self.ranks = RankCounts.of(config)
+        self.ranks = pairs.RankCounts.of(config)
 
     def plan(self, config: RunConfig) -> MemoryPlan:
         """Every line of a run."""
@@ -198,18 +197,17 @@ class Planner:
         Those that run already, at urls or left by the run in ``resumed``, have theirs.
         """
         from tandem.engines.vllm.spec import Vllm
-        from tandem.trainer.ranks.engines import devices_apart
 
         engine = config.engine
         if not isinstance(engine, Vllm) or engine.urls or _left_running(self.resumed):
             return 0, 0
         started = engine.replicas
-        if self.ranks.world > 1 and has_slices(config):  # one for so many ranks
+        if self.ranks.world > 1 and pairs.has_slices(config):  # one for so many ranks
             started = max(1, self.ranks.local // engine.tensor_parallel_size)
         if self.machine.is_host:
             return started, started
-        devices = engine.devices if self.ranks.world == 1 else devices_apart(config, self.ranks.local)
-        if not devices or has_engines_beside(config):
+        devices = engine.devices if self.ranks.world == 1 else pairs.devices_apart(config, self.ranks.local)
+        if not devices or pairs.has_engines_beside(config):
             return started, engine.replicas
         ours = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
         return started, sum(ours in each.replace(" ", "").split(",") for each in devices)
@@ -243,7 +241,7 @@ class Planner:
         why = f"{near} × {readable(filled)} {what}"
         lines.append(self._line("engine", near * filled, why, when, each=not is_host))
         copy = near * here * self.modelled.base * _width(config) // engine.tensor_parallel_size
-        if not share and not has_engines_beside(config):
+        if not share and not pairs.has_engines_beside(config):
             why = "its own weights, where new ones are sent"
             lines.append(self._line("engine's copy", copy, why, when, each=not is_host))
         if engine.sleep == 1:
@@ -254,11 +252,11 @@ class Planner:
         """Weights, what is kept beside them, and the optimizer's states."""
         line, counts, width = self._line, self.modelled, _width(config)
         whole, base, trainable = counts.parameters * width, counts.base * width, counts.trainable
-        cut, workers = self.ranks.world > 1 and config.distributed.shard == "weights", ranks_of_engine(config)
-        parts, is_adapter = shards_of(config, self.ranks.world), config.trainable.folder_name != "model"
-        shards, is_exported = 1 if is_adapter else parts, has_engines_beside(config)
+        cut, workers = self.ranks.world > 1 and config.distributed.shard == "weights", pairs.ranks_of_engine(config)
+        parts, is_adapter = pairs.shards_of(config, self.ranks.world), config.trainable.folder_name != "model"
+        shards, is_exported = 1 if is_adapter else parts, pairs.has_engines_beside(config)
         lines = []
-        no_whole = self.ranks.world > 1 and is_cut(config)
+        no_whole = self.ranks.world > 1 and pairs.is_cut(config)
         if no_whole and (is_adapter or not is_exported):
             if is_adapter:  # a trained model's parts are its masters
                 why = f"1/{parts} of the frozen weights, and the adapter"

@@ -1,8 +1,8 @@
 """Packing: scored groups to micro-batches. The causal shift happens here and nowhere else.
 
-Turns that continue one another become one sequence. What sequences of a group begin with in common, be it the prompt of
-siblings or the history of a conversation, is computed once (``prefix_tree.py``); ``balance.py`` says which sequences
-are computed together. The last token of a sequence predicts nothing that is trained, so it is never computed.
+Turns that continue one another become one sequence, a sample. What sequences of a group begin with in common, be it the
+prompt of siblings or the history of a conversation, is computed once (``prefix_tree.py``); ``balance.py`` says which
+sequences are computed together. The last token of a sequence predicts nothing that is trained, so it is never computed.
 
 T counts the tokens computed in a micro-batch, N the trained tokens predicted by them.
 """
@@ -10,9 +10,11 @@ T counts the tokens computed in a micro-batch, N the trained tokens predicted by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from itertools import islice, repeat
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -31,12 +33,76 @@ from tandem.model.policy import Policy
 from tandem.model.routing import OWN, Routing
 from tandem.trainer.balance import Balance, GroupSamples, rounds_of
 from tandem.trainer.prefix_tree import Ints, PackedRow, PrefixTree
-from tandem.trainer.samples import SampleArrays, samples_of
-from tandem.types import Group, Sample
+from tandem.types import Group, Rollout, Sample
 
 WIDTHS_TO_EQUAL = 6
 """Context, in widths of the model, at which a token's attention costs as much as all else in its layer: 4 operations
 for each token seen and each of w channels, against 2 for each of a layer's 12 w² weights."""
+
+
+_FORCED = -1e-6
+"""Logprobs above this are of tokens that nothing could have been sampled in place of."""
+
+
+def unforced(logprobs: Sequence[float]) -> tuple[bool, ...]:
+    """Of each sampled token, whether another one could have been sampled in its place."""
+    return tuple(logprob < _FORCED for logprob in logprobs)
+
+
+def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False) -> Iterator[Sample]:
+    """The trainable sequences of a rollout: one, unless a turn's prompt does not continue the turn before it.
+
+    ``advantage`` is that of every sampled token, unless the environment gave each its own. Turns that are not trained,
+    and with ``skip_forced`` tokens that were sampled with probability 1, are not; nor is a sequence of none else.
+    """
+    of_tokens = repeat(advantage) if rollout.advantages is None else iter(rollout.advantages)
+    sample = Sample(rollout=rollout.id)
+    for turn in rollout.turns:
+        sampled, logprobs, begin = turn.completion.tokens, turn.completion.logprobs, len(sample.tokens)
+        if not sampled:
+            continue
+        if turn.temperature != sample.temperature or turn.prompt[:begin] != sample.tokens:
+            if any(sample.mask):
+                yield sample
+            sample, begin = Sample(rollout=rollout.id, temperature=turn.temperature), 0
+        mask = unforced(logprobs) if turn.trained and skip_forced else (turn.trained,) * len(sampled)
+        advantages = tuple(islice(of_tokens, len(sampled)))
+        if not all(mask):
+            logprobs = tuple(p if it else 0.0 for p, it in zip(logprobs, mask, strict=True))
+            advantages = tuple(a if it else 0.0 for a, it in zip(advantages, mask, strict=True))
+        new = turn.prompt[begin:]
+        none = (0.0,) * len(new)
+        sample = replace(
+            sample,
+            tokens=sample.tokens + new + sampled,
+            mask=sample.mask + (False,) * len(new) + mask,
+            logprobs=sample.logprobs + none + logprobs,
+            advantages=sample.advantages + none + advantages,
+            begins=(*sample.begins, len(turn.prompt)),
+            ends=(*sample.ends, len(turn.prompt) + len(sampled)),
+            experts=sample.experts + turn.completion.experts[len(sample.experts) :],
+        )
+    if any(sample.mask):
+        yield sample
+
+
+class SampleArrays(NamedTuple):
+    """A sample with its tokens as an array, and the places of its trained ones."""
+
+    sample: Sample
+    tokens: Ints
+    at: Ints
+
+    @classmethod
+    def of(cls, sample: Sample) -> Self:
+        """The arrays of a sample."""
+        # array.array takes a tuple in about half the time that numpy does.
+        tokens = np.frombuffer(array("q", sample.tokens), dtype=np.int64)
+        return cls(sample, tokens, np.flatnonzero(np.frombuffer(bytes(sample.mask), dtype=np.bool_)))
+
+    def trained(self, values: Sequence[float]) -> NDArray[np.float64]:
+        """Of one value for each token those of the trained ones."""
+        return np.frombuffer(array("d", values))[self.at]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +145,6 @@ class StepBatch:
     """By rollout id; the mean over its tokens where the environment gave one for each."""
     num_loss_tokens: int
     """Trained tokens, those of samples that are not computed for want of an advantage among them."""
-    num_samples: int
-    """Trained sequences, likewise."""
     metrics: Mapping[str, Value] = field(default_factory=dict)
     """Lag, advantages and number of the batch's groups."""
     supervised: bool = False
@@ -188,7 +252,6 @@ class Packer:
             groups=tuple(groups),
             advantages=by_rollout,
             num_loss_tokens=sum(counts),
-            num_samples=len(counts),
             metrics={
                 **of_groups,
                 **_skip_counts(samples, computed),
@@ -222,7 +285,8 @@ class Packer:
             groups = [[each] for siblings in groups for each in siblings]
         families = [
             GroupSamples(
-                tree=PrefixTree([each.tokens[:-1] for each in siblings]), rollouts=[each.rollout for each in siblings]
+                tree=PrefixTree([each.tokens[:-1] for each in siblings]),
+                rollouts=[each.sample.rollout for each in siblings],
             )
             for siblings in groups
         ]
@@ -254,22 +318,22 @@ class Packer:
         """One micro-batch on the device, in two transfers, and one more for experts."""
         experts_TLK = None if self.routing is None else self._experts(self.routing, sum(row.lengths), samples, computed)
         plan = Packed(lengths=tuple(row.lengths), parents=tuple(row.parents), experts_TLK=experts_TLK)
-        counts = [len(sample.at) for sample in samples]
+        counts = [len(each.at) for each in samples]
         ints = (
             np.concatenate(row.tokens),
             np.asarray(sequential_positions(plan)),
             np.concatenate(predict),
-            np.concatenate([sample.targets for sample in samples]),
+            np.concatenate([each.tokens[each.at] for each in samples]),
             np.repeat(np.arange(len(samples)), counts),
         )
         past: Sequence[NDArray[Any]] = ()
         if self.penalties is not None:
-            past = joined([Past.of(sample.tokens, sample.at, sample.answers) for sample in samples])
+            past = joined([Past.of(tokens, at, of.begins, of.ends) for of, tokens, at in samples])
         floats = (
-            np.repeat([sample.temperature for sample in samples], counts),
+            np.repeat([each.sample.temperature for each in samples], counts),
             np.repeat([weigh(count) if count else 0.0 for count in counts], counts),
-            np.concatenate([sample.logprobs for sample in samples]),
-            np.concatenate([sample.advantages for sample in samples]),
+            np.concatenate([each.trained(each.sample.logprobs) for each in samples]),
+            np.concatenate([each.trained(each.sample.advantages) for each in samples]),
         )
         tokens_T, positions_T, predict_N, targets_N, sample_N, *before = self._moved((*ints, *past), np.int64)
         temperature_N, weights_N, logprobs_N, advantages_N = self._moved(floats, np.float32)
@@ -288,7 +352,7 @@ class Packer:
                 sample_N=sample_N,
                 num_samples=len(samples),
             ),
-            places=tuple((sample.rollout, count) for sample, count in zip(samples, counts, strict=True)),
+            places=tuple((each.sample.rollout, count) for each, count in zip(samples, counts, strict=True)),
             supervised=self.supervised,
         )
 
@@ -297,8 +361,8 @@ class Packer:
     ) -> Tensor:
         """Experts that each token was routed to; what samples share as in the first of them."""
         experts_TLK = np.full((num_tokens, routing.layers, routing.top_k), OWN, dtype=np.int16)
-        for sample, places in reversed(list(zip(samples, computed, strict=True))):
-            rows = routing.rows(sample.experts)[: len(places)]
+        for each, places in reversed(list(zip(samples, computed, strict=True))):
+            rows = routing.rows(each.sample.experts)[: len(places)]
             experts_TLK[places[: len(rows)]] = rows
         return moved(experts_TLK, self.device)
 

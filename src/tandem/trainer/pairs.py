@@ -1,10 +1,17 @@
-"""Compatibility of a recipe's parts with each other and with this machine, checked before anything is loaded."""
+"""How a recipe's parts go together: what is refused before anything is loaded, how many ranks, which GPUs."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
 from tandem.config.loading import RunConfig
-from tandem.engines.base import ExportsWeights, ReportsChecksums
-from tandem.errors import UnsupportedPair
+from tandem.config.sections import Distributed
+from tandem.distributed.placement import Placement, visible_accelerators
+from tandem.engines.base import EngineSpec, ExportsWeights, ReportsChecksums
+from tandem.errors import ConfigError, UnsupportedPair
+from tandem.lazy import torch
 from tandem.weight_sync.base import WeightSync
 
 
@@ -16,9 +23,9 @@ def check_pairs(config: RunConfig) -> None:
         ConfigError: this machine lacks what an option needs.
     """
     if config.compile is True:
-        from tandem.model import layers  # which needs torch, as 8-bit products do
+        from tandem.model import compilation  # which needs torch, as 8-bit products do
 
-        layers.check(config.compile)
+        compilation.decide(True, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if config.matmul == "fp8":
         from tandem.model import float8
 
@@ -39,6 +46,32 @@ def check_pairs(config: RunConfig) -> None:
                 raise UnsupportedPair(f"trainable.{option}: vLLM adapts linear layers alone; choose engine: embedded")
     _sync(config).check(trainable=config.trainable, engine=config.engine)
     _check_lag(config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCounts:
+    """How many ranks a plan is for."""
+
+    world: int = 1
+    """Those of the run, over which states are divided."""
+    local: int = 1
+    """Those of this host, which share its memory."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> RankCounts:
+        """Those that a launcher has started, or that the recipe has the trainer start.
+
+        Raises:
+            ConfigError: they disagree, or ``distributed`` divides the work of one process.
+        """
+        if (placement := Placement.from_environment(os.environ)) is not None:
+            placement.check_ranks(config.ranks)
+            return cls(world=placement.world_size, local=placement.local_world_size)
+        if config.ranks is None and config.distributed != Distributed():
+            alone = "ranks is not set and no launcher started several processes"
+            raise ConfigError(f"distributed changes nothing: {alone}; set ranks, or remove distributed")
+        world = max(1, len(visible_accelerators(os.environ))) if config.ranks == "auto" else config.ranks or 1
+        return cls(world=world, local=world)
 
 
 def has_engines_beside(config: RunConfig) -> bool:
@@ -72,11 +105,44 @@ def shards_of(config: RunConfig, world: int) -> int:
     return max(1, world // config.distributed.replicas) if config.distributed.shard == "weights" else world
 
 
+def engines_of(config: RunConfig, world: int, local_ranks: int) -> EngineSpec:
+    """The recipe's engine: apart from the ranks of this host, or one beside each rank or group of all ranks."""
+    engine: Any = config.engine
+    if has_engines_apart(config):
+        apart: EngineSpec = replace(engine, devices=devices_apart(config, local_ranks))
+        return apart
+    if not has_engines_beside(config):
+        return config.engine
+    each = ranks_of_engine(config)
+    devices = tuple(engine_devices(first, each) for first in range(0, world, each)) if torch.cuda.is_available() else ()
+    spec: EngineSpec = replace(engine, replicas=world // each, devices=devices)
+    return spec
+
+
+def devices_apart(config: RunConfig, local_ranks: int) -> tuple[str, ...]:
+    """CUDA_VISIBLE_DEVICES of each engine that is started apart from so many ranks of this host.
+
+    They are the recipe's ``engine.devices``, or else the GPUs after the ranks'.
+    """
+    engine: Any = config.engine
+    if engine.devices or engine.urls or not torch.cuda.is_available():
+        return tuple(engine.devices)
+    workers = engine.tensor_parallel_size
+    return tuple(engine_devices(local_ranks + number * workers, workers) for number in range(engine.replicas))
+
+
+def engine_devices(local_rank: int, ranks: int) -> str:
+    """GPUs of so many ranks, the first of which is given, as CUDA_VISIBLE_DEVICES names them to their engine."""
+    visible = visible_accelerators(os.environ)
+    indices = range(local_rank, local_rank + ranks)
+    return ",".join(visible[index] if index < len(visible) else str(index) for index in indices)
+
+
 def _sync(config: RunConfig) -> WeightSync:
     """The way that the recipe's weights reach its engine."""
     if not has_slices(config):
         return config.sync
-    from tandem.trainer.ranks.shared_slices import SharedSlices  # which needs torch
+    from tandem.trainer.ranks.slices import SharedSlices  # which needs torch
 
     return SharedSlices.of(config.sync)
 

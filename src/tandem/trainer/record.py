@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 
 from tandem.rollout.template import Template
-from tandem.trainer.pack import StepBatch
-from tandem.trainer.samples import unforced
+from tandem.trainer.pack import StepBatch, unforced
 from tandem.trainer.step import StepStats
 from tandem.types import UNKNOWN_LOGPROB, Json, Message, Rollout
 

@@ -1,11 +1,14 @@
-"""Run folder: how it is made, and how a run in it ends."""
+"""Run folder: how it is made, locked for one trainer at a time, and how a run in it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
+import os
+import platform
 import signal
 import time
 from collections.abc import Iterator
@@ -112,50 +115,36 @@ def stopped(step: int, alarm: Notice | None, folder: Path, saved: str = "all") -
 
 
 @contextmanager
-def reported(folder: Path) -> Iterator[None]:
-    """Write report.html however the run ends."""
-    try:
-        yield
-    finally:
-        try:
-            with waits.blocking("trainer", "the report to be written", on=f"the disk of {folder}"):
-                report.build(folder)
-        except Exception as error:
-            # The run's own error, if any, is the one to tell.
-            log.error("the report could not be written: %s: %s", type(error).__name__, error, exc_info=True)
-
-
-@contextmanager
 def reporting(folder: Path) -> Iterator[None]:
-    """Around a run: its log, its report, and what ended it.
+    """Around a run: its log, its report, and what ended it, in run.log and events.jsonl, where show and why find it.
+
+    Of a run that is cancelled, as by a second Ctrl-C, the error says how to go on.
 
     Raises:
         TandemError: the run's folder cannot be written.
     """
-    with writable(folder), logs.to_folder(folder), reported(folder), failing(folder):
-        yield
-
-
-@contextmanager
-def failing(folder: Path) -> Iterator[None]:
-    """Write the error that ends a run to run.log and to events.jsonl (``run_failed``), where show and why find it.
-
-    Of a run that is cancelled, as by a second Ctrl-C, the error says how to go on.
-    """
-    try:
-        yield
-    except asyncio.CancelledError as error:
-        how = f"ended at once; go on from its last checkpoint with: {command('train', folder)}"
-        raise asyncio.CancelledError(how) from error
-    except Exception as error:
-        message = str(error) if isinstance(error, TandemError) else redacted(f"{type(error).__name__}: {error}")
-        log.error("the run failed: %s", message, exc_info=True, extra=logs.FILE_ONLY)
-        row = {"time": time.time(), "event": "run_failed", "error": type(error).__name__, "message": message}
-        events = folder / "events.jsonl"
-        # Of a full disk the error itself tells.
-        with contextlib.suppress(OSError), contextlib.closing(json_lines.JsonLinesFile(events)) as lines:
-            lines.append(row)
-        raise
+    with writable(folder), logs.to_folder(folder):
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            how = f"ended at once; go on from its last checkpoint with: {command('train', folder)}"
+            raise asyncio.CancelledError(how) from error
+        except Exception as error:
+            message = str(error) if isinstance(error, TandemError) else redacted(f"{type(error).__name__}: {error}")
+            log.error("the run failed: %s", message, exc_info=True, extra=logs.FILE_ONLY)
+            row = {"time": time.time(), "event": "run_failed", "error": type(error).__name__, "message": message}
+            events = folder / "events.jsonl"
+            # Of a full disk the error itself tells.
+            with contextlib.suppress(OSError), contextlib.closing(json_lines.JsonLinesFile(events)) as lines:
+                lines.append(row)
+            raise
+        finally:
+            try:
+                with waits.blocking("trainer", "the report to be written", on=f"the disk of {folder}"):
+                    report.build(folder)
+            except Exception as error:
+                # The run's own error, if any, is the one to tell.
+                log.error("the report could not be written: %s: %s", type(error).__name__, error, exc_info=True)
 
 
 @contextmanager
@@ -201,3 +190,81 @@ def signals(stop: asyncio.Event, folder: Path) -> Iterator[None]:
             events.remove_signal_handler(number)
         for number, default in defaults.items():
             signal.signal(number, default)
+
+
+_descriptors: set[int] = set()
+"""Descriptors of this process's locks. A forked child inherits them, and must not keep a dead trainer's lock."""
+
+
+def _close_inherited() -> None:
+    """In a forked child: a lock is over when every copy of its descriptor is closed."""
+    while _descriptors:
+        os.close(_descriptors.pop())
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+class RunLock:
+    """An exclusive lock on a run's folder. The kernel ends it with its process, however that ends.
+
+    Its file, run.lock, holds the pid of its present or last owner.
+    """
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._handle: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder that is locked; only while there is one."""
+        assert self._folder is not None
+        return self._folder
+
+    def take(self, folder: Path) -> None:
+        """Lock a folder, which must be there; nothing where this lock has it already.
+
+        Raises:
+            ConfigError: another process has it; names its pid.
+        """
+        if self._handle is not None:
+            return
+        try:
+            handle = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"the run's folder {folder} cannot be locked: {error}") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            other = os.read(handle, 200).decode(errors="replace").strip() or "a process that did not say its pid"
+            os.close(handle)
+            seen = f"see what it does with: {command('why', folder)}"
+            raise ConfigError(f"{other} is at work in {folder}; {seen}, or start a run with another name=") from None
+        except OSError as error:  # a file system without locks
+            log.warning("%s cannot be locked (%s): see to it yourself that no other trainer uses it", folder, error)
+        _descriptors.add(handle)
+        os.ftruncate(handle, 0)
+        os.write(handle, f"pid {os.getpid()} on {platform.node()}\n".encode())
+        self._folder, self._handle = folder, handle
+
+    def check(self) -> None:
+        """Look whether the folder that was locked is still there.
+
+        Raises:
+            TandemError: it was deleted or moved.
+        """
+        assert self._handle is not None
+        try:
+            there = os.path.samestat(os.stat(self.folder / "run.lock"), os.fstat(self._handle))
+        except (FileNotFoundError, NotADirectoryError):
+            there = False
+        if not there:
+            again = f"put it back and go on with: {command('train', self.folder)}, or start anew from the recipe"
+            raise TandemError(f"the run's folder {self.folder} was deleted or moved, so nothing can be saved; {again}")
+
+    def close(self) -> None:
+        """Let the folder go."""
+        if self._handle is not None:
+            _descriptors.discard(self._handle)
+            os.close(self._handle)
+            self._folder = self._handle = None

@@ -1,21 +1,51 @@
-"""Optimizer step: which ranks compute what, and in which order. The packer's weights are the only division."""
+"""An optimizer step: micro-batches to a gradient, and updates of the weights. The packer's weights divide its loss.
+
+``Step`` says in which order all ranks compute. ``LocalWork`` is the work of one: its ``micro`` is forward, objective
+and backward. ``Objective`` is the loss, weighed by corrections, plus the penalty of a reference.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Self
+from dataclasses import dataclass, field, replace
+from itertools import islice, repeat
+from typing import Any, Literal, Self
 
-from tandem.config.loading import RunConfig
-from tandem.metrics import Mean, Sum, Value, merge
+import torch
+from torch import Tensor
+
+from tandem import machine
+from tandem.algorithms.corrections.base import Correction
+from tandem.algorithms.losses.base import MOST_LOG_RATIO, Loss, MicroBatch, check_loss, check_shape
+from tandem.algorithms.references.base import Reference, ReferenceWeights
+from tandem.config import registry
+from tandem.config.loading import RunConfig, loss_reference
+from tandem.distributed.context_parallel import ContextPart, WholeRow
+from tandem.metrics import Max, Mean, Share, Sum, Value, merge
+from tandem.model import routing
+from tandem.model.logprobs import token_logprobs
+from tandem.model.policy import Policy
+from tandem.model.routing import Routing
 from tandem.observability import trace
-from tandem.optimizers.base import Optimizer
-from tandem.trainer.pack import Packer, StepBatch
-from tandem.trainer.work import LocalWork, OldLogprobs
-from tandem.types import Group
+from tandem.optimizers.base import Optimizer, Stepper
+from tandem.pending import Pending, PendingMetrics, fetch, settle
+from tandem.trainer.pack import Micro, Packer, StepBatch
+from tandem.types import UNKNOWN_LOGPROB, Group, Sampling
+
+Verb = Literal["apply", "fold", "move", "begin"]
+"""What every rank of a step does in the same way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldLogprobs:
+    """Old and reference logprobs of a micro-batch, which stay the same over the updates of its step."""
+
+    recomputed_logprobs_N: Tensor
+    """The policy's, when the step began."""
+    ref_logprobs_N: Tensor | None
+    """The reference's, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +165,286 @@ class Step:
             return self.optimizer.rate(step - self.warm_steps, self.steps - self.warm_steps)
         lr = self.optimizer.lr if self.warm_lr is None else self.warm_lr
         return replace(self.optimizer, lr=lr).rate(step, self.warm_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPass:
+    """What one pass over a batch measured."""
+
+    metrics: Sequence[Mapping[str, Value]]
+    """Of each micro-batch, in the batch's order."""
+    logprobs: Sequence[Sequence[float]]
+    """Of the trained tokens of each."""
+    old_logprobs: Sequence[OldLogprobs]
+    """Of those that this process computed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalWork:
+    """The work of one rank; all but ``passed`` and ``every`` runs on its compute thread.
+
+    ``ranks/work.py`` has that of one of several ranks, and that of the rank that leads them.
+    """
+
+    policy: Policy
+    objective: Objective
+    stepper: Stepper
+    """The optimizer bound to the trained parameters."""
+    sampling: Sampling
+    """Its support limits (top_p, top_k, min_p) are part of the distribution that was sampled."""
+    reference: ReferenceWeights | None = None
+    """The reference's weights, where the objective has a reference."""
+    fold: Callable[[], None] = lambda: None
+    """Brings what the model computes with up to date with what the optimizer wrote."""
+    tile: int | None = None
+    """Most logits held at once; None: as fits the device."""
+    _hooked: bool = field(default=False, init=False)
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, policy: Policy, stepper: Stepper, reference: ReferenceWeights | None, **of_ranks: Any
+    ) -> Self:
+        """The work of a recipe's steps."""
+        return cls(
+            policy=policy,
+            objective=Objective.of(config),
+            stepper=stepper,
+            sampling=config.sampling,
+            reference=reference,
+            fold=lambda: config.trainable.fold(policy.model),
+            **of_ranks,
+        )
+
+    async def passed(self, batch: StepBatch, old: Sequence[OldLogprobs], queued: Callable[[], None]) -> BatchPass:
+        """Forward and backward over all micro-batches; the host waits for the device when all are queued.
+
+        Args:
+            batch: what to train on.
+            old: of the step's first pass; empty in it.
+            queued: called when all is queued, and the host has nothing to do until the device is done.
+        """
+        self.hook()
+        passes: list[tuple[PendingMetrics, Tensor]] = []
+        old_logprobs: list[OldLogprobs] = []
+        for micro, before in zip(batch.micro, old or repeat(None), strict=bool(old)):
+            # One call for each micro-batch: an engine on the same thread gets its turn in between.
+            pending, logprobs_N, now = await self.policy.compute(self.micro, micro, before)
+            passes.append((pending, logprobs_N))
+            old_logprobs.append(now)
+        queued()
+        metrics, values = await self.policy.compute(self.settle, passes)
+        return BatchPass(metrics=metrics, logprobs=values, old_logprobs=old_logprobs)
+
+    async def divergences(self, batch: StepBatch) -> Sequence[Sequence[float]]:
+        """``divergence`` of every micro-batch."""
+        return [await self.policy.compute(self.divergence, micro) for micro in batch.micro]
+
+    @trace.span("seconds/forward_backward")
+    def divergence(self, micro: Micro) -> list[float]:
+        """By how much each trained token's sampled logprob is above the reference's; 0 where none was recorded."""
+        reference_N, sampled_N = self._reference(micro), micro.batch.behavior_logprobs_N
+        assert reference_N is not None
+        values: list[float] = torch.where(sampled_N == UNKNOWN_LOGPROB, 0.0, sampled_N - reference_N).tolist()
+        return values
+
+    async def every(self, verb: Verb, *arguments: Any) -> Any:
+        """Have every rank update its weights, fold them or move its reference; the result of this one."""
+        owner = self.reference if verb in ("move", "begin") else self
+        return await self.policy.compute(getattr(owner, verb), *arguments)
+
+    def hook(self) -> None:
+        """Hand every gradient to the stepper as soon as backward has made it, so that none of model size piles up."""
+        if not self._hooked:
+            for parameter in self.policy.model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self.stepper.accumulate)
+            self._hooked = True
+
+    @trace.span("seconds/forward_backward")
+    def micro(self, micro: Micro, old: OldLogprobs | None) -> tuple[PendingMetrics, Tensor, OldLogprobs]:
+        """Queue one micro-batch; asking the device for anything here would hold up all that follow."""
+        ref_logprobs_N = self._reference(micro) if old is None and self.objective.reference is not None else None
+        logprobs_N, entropy_N = self._distribution(micro, entropy=not micro.supervised)
+        if old is None:
+            old = OldLogprobs(recomputed_logprobs_N=logprobs_N.detach(), ref_logprobs_N=ref_logprobs_N)
+        metrics: dict[str, Value | Pending] = {**expert_load(routing.of(self.policy.causal))}
+        cost_N = -logprobs_N
+        if not micro.supervised:
+            cost_N, of_objective = self.objective(logprobs_N, micro.batch, old)
+            metrics |= of_objective
+        loss = (cost_N * micro.weights_N).sum()
+        loss.backward()
+        self.reduce()
+        metrics["loss"] = Pending(Sum, loss)
+        if entropy_N is not None:
+            metrics["entropy"] = Pending(Mean, entropy_N.sum(), entropy_N.numel())
+        return metrics, logprobs_N.detach(), old
+
+    def reduce(self) -> None:
+        """Nothing: gradients are whole where there are no other ranks."""
+
+    @trace.span("seconds/forward_backward")
+    def settle(
+        self, passes: Sequence[tuple[PendingMetrics, Tensor]]
+    ) -> tuple[list[dict[str, Value]], list[list[float]]]:
+        """All metrics of a pass, by one copy from the device."""
+        return settle([pending for pending, _ in passes], [logprobs_N for _, logprobs_N in passes])
+
+    @trace.span("seconds/optimizer")
+    def apply(self, lr: float, max_grad_norm: float) -> Tensor:
+        """Update the weights; the gradient's norm, which nothing has waited for."""
+        return self.stepper.step(lr, max_grad_norm)
+
+    @trace.span("seconds/optimizer")
+    def norms(self, queued: Sequence[Tensor]) -> list[float]:
+        """Numbers of the norms of a step's updates."""
+        norms = [norm for (norm,) in fetch(queued)]
+        if self.policy.device.type == "cpu":  # activations and gradients are gone, and of other sizes the next time
+            machine.trim()
+        return norms
+
+    def _reference(self, micro: Micro) -> Tensor | None:
+        """The reference's logprob of each trained token, by the same pass as the policy's."""
+        if self.reference is None:
+            return None
+        if micro.plan.experts_TLK is not None:  # the sampler's choice was the policy's; the reference makes its own
+            micro = replace(micro, plan=replace(micro.plan, experts_TLK=None))
+        with torch.no_grad(), self.reference.in_place():
+            return self.logprobs(micro)
+
+    def logprobs(self, micro: Micro) -> Tensor:
+        """Logprob of each trained token, float32, as it was sampled: penalised, at its temperature, in its support."""
+        return self._distribution(micro)[0]
+
+    def _distribution(self, micro: Micro, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """What ``logprobs`` returns, and the entropy of the distribution each token was sampled from, nats."""
+        part = self.part(micro)
+        head, sampling = self.policy.head, Sampling() if micro.supervised else self.sampling
+        logprobs_M, entropy_M = token_logprobs(
+            part.hidden(self.policy.hidden),
+            head.weight,
+            part.own(micro.targets_N),
+            part.own(micro.temperature_N),
+            bias=head.bias,
+            end=self.policy.end,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            history=micro.history,
+            entropy=entropy,
+            tile=self.tile,
+            compile=self.policy.compile,
+        )
+        return part.joined(logprobs_M), None if entropy_M is None else part.joined(entropy_M)
+
+    def part(self, micro: Micro) -> WholeRow | ContextPart:
+        """What of a micro-batch this rank computes."""
+        return WholeRow(micro.plan, micro.tokens_T, micro.positions_T, micro.predict_N)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A loss with its corrections and its reference penalty; it never reduces."""
+
+    loss: Loss
+    corrections: tuple[Correction, ...] = ()
+    """Whose weights are multiplied with one another and with the loss, but not with the penalty."""
+    recomputed: bool = False
+    """Ratios are against the policy as the step began (decoupled), else against the sampler (direct)."""
+    reference: Reference | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """The objective that a recipe's step minimises."""
+        return cls(
+            loss=config.loss,
+            corrections=config.corrections,
+            recomputed=config.old_logprobs == "recomputed",
+            reference=loss_reference(config),
+        )
+
+    def __call__(self, logprobs_N: Tensor, batch: MicroBatch, old: OldLogprobs) -> tuple[Tensor, PendingMetrics]:
+        """What each token costs, float32 and differentiable, and the metrics of it."""
+        micro = self.informed(batch, old)
+        output = self.loss(logprobs_N, micro)
+        check_loss(self.loss, output, logprobs_N)
+        metrics: dict[str, Value | Pending] = {**output.metrics, **mismatch(logprobs_N.detach(), micro)}
+        cost_N = output.loss_N
+        if self.corrections:
+            weights_N, of_corrections = self.weights(logprobs_N.detach(), micro)
+            cost_N = cost_N * weights_N
+            metrics |= of_corrections
+        if self.reference is not None:
+            penalty_N, kl_N = self.reference.divergence(logprobs_N, micro)
+            cost_N = cost_N + self.reference.beta * penalty_N
+            metrics["kl_reference"] = Pending(Mean, kl_N.sum(), kl_N.numel())
+        return cost_N, metrics
+
+    def informed(self, batch: MicroBatch, old: OldLogprobs) -> MicroBatch:
+        """The micro-batch with old and reference logprobs; one that the sampler did not record is the policy's."""
+        recorded_N = batch.behavior_logprobs_N
+        return replace(
+            batch,
+            behavior_logprobs_N=torch.where(recorded_N == UNKNOWN_LOGPROB, old.recomputed_logprobs_N, recorded_N),
+            recomputed_logprobs_N=old.recomputed_logprobs_N if self.recomputed else None,
+            ref_logprobs_N=old.ref_logprobs_N,
+        )
+
+    def weights(self, logprobs_N: Tensor, micro: MicroBatch) -> tuple[Tensor, PendingMetrics]:
+        """Product of the corrections' weights; how large it is, and the share of tokens that each one drops."""
+        whole_N = torch.ones_like(logprobs_N)
+        metrics: dict[str, Value | Pending] = {}
+        n = logprobs_N.numel()
+        for correction in self.corrections:
+            kind = registry.kind_of("corrections", correction)
+            weights_N = correction(logprobs_N, micro)
+            check_shape(f"correction {kind}", weights_N, logprobs_N)
+            metrics[f"correction/{kind}/masked"] = Pending(Mean, (weights_N == 0).sum(), n)
+            whole_N = whole_N * weights_N
+        total = whole_N.sum()
+        metrics["correction/weight"] = Pending(Mean, total, n)
+        metrics["correction/masked"] = Pending(Mean, (whole_N == 0).sum(), n)
+        metrics["correction/ess"] = Pending(Share, total, whole_N.square().sum(), n)
+        return whole_N, metrics
+
+
+def expert_load(experts: Routing | None) -> PendingMetrics:
+    """Metrics of the experts that a micro-batch was routed to, over all layers that have some.
+
+    moe/load_max is the largest load of an expert in the mean one's, 1 where all are alike; moe/unused the share of
+    experts without a token.
+    """
+    load_RE = None if experts is None else experts.load()
+    if load_RE is None:
+        return {}
+    return {
+        "moe/load_max": Pending(Max, load_RE.max() / load_RE.mean()),
+        "moe/unused": Pending(Mean, (load_RE == 0).sum(), load_RE.numel()),
+    }
+
+
+def mismatch(logprobs_N: Tensor, micro: MicroBatch) -> PendingMetrics:
+    """Metrics of the distance between the policy and the policy that sampled its tokens.
+
+    kl_behavior estimates KL(behavior || policy) from the behaviour's own samples: the mean of r - 1 - log r, which is
+    never negative (k3 of http://joschu.net/blog/kl-approx.html). ess is the effective sample size of the ratios as a
+    share of the tokens: (sum r)^2 / (n sum r^2), 1 where all are alike. logprob/positive and /negative are the policy's
+    mean logprobs of tokens with positive and with negative advantage: training is to draw them apart.
+    """
+    n = logprobs_N.numel()
+    if n == 0:
+        return {}
+    better_N, worse_N = micro.advantages_N > 0, micro.advantages_N < 0
+    gap_N = logprobs_N - micro.behavior_logprobs_N
+    held_N = gap_N.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    ratio_N = held_N.double().exp()
+    return {
+        "kl_behavior": Pending(Mean, (torch.expm1(held_N) - gap_N).double().sum(), n),
+        "logprob_gap/max": Pending(Max, gap_N.abs().max()),
+        "ess": Pending(Share, ratio_N.sum(), ratio_N.square().sum(), n),
+        "logprob/positive": Pending(Mean, (logprobs_N * better_N).double().sum(), better_N.sum()),
+        "logprob/negative": Pending(Mean, (logprobs_N * worse_N).double().sum(), worse_N.sum()),
+    }
 
 
 def _never_clipped(batch: StepBatch, metrics: Sequence[Mapping[str, Value]]) -> dict[str, Value]:

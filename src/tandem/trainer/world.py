@@ -20,7 +20,7 @@ from tandem.engines.base import Engine, EngineRequirements, EngineSpec
 from tandem.model.policy import Policy
 from tandem.trainer import memory_plan
 from tandem.trainer.live import live_policy
-from tandem.trainer.work import LocalWork
+from tandem.trainer.step import LocalWork
 from tandem.weight_sync.base import WeightSync
 from tandem.weight_sync.transaction.trained import Trained
 

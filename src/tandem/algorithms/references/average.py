@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from tandem.algorithms.references.base import Reference, ReferenceWeights
 from tandem.errors import bounded
-from tandem.lazy import Parameter, no_grad
+from tandem.lazy import Parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,8 @@ class _Moving(ReferenceWeights):
     def due(self, step: int) -> bool:
         return step % self._options.every == 0
 
-    @no_grad
     def move(self) -> None:
         for name, parameter in self._live.items():
-            averaged = self._own[name].to(parameter.device)
-            mixed = averaged.float().mul_(1 - self._options.mixup).add_(parameter.float(), alpha=self._options.mixup)
+            averaged, now = self._own[name].to(parameter.device), parameter.detach().float()
+            mixed = averaged.float().mul_(1 - self._options.mixup).add_(now, alpha=self._options.mixup)
             self._own[name] = mixed.to(averaged.dtype)

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.errors import CheckpointError, bounded, check_bounds
-from tandem.lazy import Parameter, Tensor, no_grad, torch
+from tandem.lazy import Parameter, Tensor, torch
 
 _MOST = 40.0
 """Bound of log ratios, so that products of two ratios stay finite in float32."""
@@ -114,14 +114,14 @@ class ReferenceWeights:
             for name, parameter in self._live.items():
                 parameter.data = live[name]
 
-    @no_grad
     def _exchange(self) -> None:
         assert self._regather is not None
-        for name, parameter in self._live.items():
-            live = parameter.detach().clone()
-            parameter.copy_(self._own[name])
-            self._own[name].copy_(live)
-        self._regather()
+        with torch.no_grad():
+            for name, parameter in self._live.items():
+                live = parameter.detach().clone()
+                parameter.copy_(self._own[name])
+                self._own[name].copy_(live)
+            self._regather()
 
     def due(self, step: int) -> bool:
         """True if the reference moves after optimizer step ``step``."""

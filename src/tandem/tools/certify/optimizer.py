@@ -20,8 +20,7 @@ from tandem.testing.oracle import OPTIMIZERS, ExactOptimizer, Options, part, rat
 from tandem.tools.certify.certificate import CertificateLine, judged, skipped
 from tandem.tools.certify.policy import CertifiedPolicy, Gradient, distance, norm
 from tandem.trainer.pack import StepBatch
-from tandem.trainer.step import Step
-from tandem.trainer.work import BatchPass, LocalWork, OldLogprobs, Verb
+from tandem.trainer.step import BatchPass, LocalWork, OldLogprobs, Step, Verb
 
 RATE, TWO_STEPS, SMALL_STEP = "learning rates", "two optimizer steps", "an optimizer step on gradients as small as eps"
 NORMS, NARROW, BIAS = "gradient norms as told", "bfloat16 weights", "bfloat16 rounding"
@@ -137,7 +136,7 @@ def applied(
     stepper = optimizer.bind(list(named.items()))
     work = KnownGradients.of(live.config, live.policy, stepper, None, named=named, updates=micros)
     step = Step(work=work, optimizer=optimizer, steps=total, updates_per_batch=every)
-    empty = StepBatch(micro=(), groups=(), advantages={}, num_loss_tokens=0, num_samples=0)
+    empty = StepBatch(micro=(), groups=(), advantages={}, num_loss_tokens=0)
     reported: list[float] = []
 
     async def run() -> None:

@@ -19,8 +19,7 @@ from tandem.model.policy import Compute, Policy
 from tandem.tools.certify.made_up import certified
 from tandem.trainer import live
 from tandem.trainer.pack import StepBatch
-from tandem.trainer.step import Step
-from tandem.trainer.work import LocalWork
+from tandem.trainer.step import LocalWork, Step
 
 Gradient = Mapping[str, Tensor]
 """By parameter name."""

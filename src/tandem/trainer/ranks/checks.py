@@ -14,15 +14,7 @@ from tandem.model import packing
 from tandem.model.context import CONTEXT_PARALLEL, check_heads
 from tandem.model.penalties import Penalties
 from tandem.optimizers.base import UpdatesParts
-from tandem.trainer.pairs import (
-    check_pairs,
-    has_engines_apart,
-    has_engines_beside,
-    has_slices,
-    ranks_of_engine,
-    shards_of,
-)
-from tandem.trainer.rank_counts import RankCounts
+from tandem.trainer import pairs
 
 
 def check_config(config: RunConfig) -> None:
@@ -32,8 +24,8 @@ def check_config(config: RunConfig) -> None:
         UnsupportedPair: names the options, and what can be done.
         ConfigError: this machine lacks what an option needs.
     """
-    check_pairs(config)
-    check_ranks(config, RankCounts.of(config).world)
+    pairs.check_pairs(config)
+    check_ranks(config, pairs.RankCounts.of(config).world)
 
 
 def check_ranks(config: RunConfig, world: int, placement: Placement | None = None) -> None:
@@ -46,11 +38,11 @@ def check_ranks(config: RunConfig, world: int, placement: Placement | None = Non
     if world == 1:
         return
     _refuse(world, _refused_engines(config, placement))
-    if has_slices(config):
+    if pairs.has_slices(config):
         _refuse(world, _refused_slices(config, world, placement))
 
 
-def check_gpus(config: RunConfig, counts: RankCounts) -> None:
+def check_gpus(config: RunConfig, counts: pairs.RankCounts) -> None:
     """Refuse more ranks of this host, and engines apart from them, than it has GPUs.
 
     Raises:
@@ -62,7 +54,7 @@ def check_gpus(config: RunConfig, counts: RankCounts) -> None:
     if gpus < local:
         raise UnsupportedPair(f"ranks: {local} of this machine need as many GPUs, and it has {gpus}; lower ranks")
     engine: Any = config.engine
-    if not has_engines_apart(config) or engine.urls or engine.devices:
+    if not pairs.has_engines_apart(config) or engine.urls or engine.devices:
         return
     needed = local + engine.replicas * engine.tensor_parallel_size
     if gpus < needed:
@@ -117,10 +109,10 @@ def _refuse(world: int, refused: dict[str, bool]) -> None:
 
 def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str, bool]:
     engine: Any = config.engine
-    if has_engines_apart(config):
+    if pairs.has_engines_apart(config):
         idle = bool(engine.sleep) and not engine.devices
         return {f"engine.sleep: {engine.sleep}: engines are on other GPUs than the ranks; leave it out": idle}
-    if not has_engines_beside(config):
+    if not pairs.has_engines_beside(config):
         return {}
     several, open_to_all = placement is not None and placement.has_several_hosts, not engine.require_api_key
     return {
@@ -135,8 +127,8 @@ def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str
 
 def _refused_slices(config: RunConfig, world: int, placement: Placement | None) -> dict[str, bool]:
     """What cannot be where each rank writes the slices of one engine's worker."""
-    workers, local = ranks_of_engine(config), world if placement is None else placement.local_world_size
-    shards, replicas = shards_of(config, world), config.distributed.replicas
+    workers, local = pairs.ranks_of_engine(config), world if placement is None else placement.local_world_size
+    shards, replicas = pairs.shards_of(config, world), config.distributed.replicas
     size = "engine.tensor_parallel_size"
     return {
         f"distributed.shard: weights and {size}: {workers}: each rank writes the slices of one worker; set {size} to "

@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig, from_options
-from tandem.config.tree import Branch, Problems, parse, plain
 from tandem.distributed.follower import Follower, Handler
 from tandem.distributed.placement import Placement
 from tandem.engines.base import EngineRequirements
@@ -28,13 +27,11 @@ from tandem.errors import RankError
 from tandem.model.policy import Policy
 from tandem.observability import vitals
 from tandem.trainer import memory_plan
-from tandem.trainer.checkpoint import load_states, staged_states
+from tandem.trainer.checkpoint import Staging, load_states, staged_states, staging_of
 from tandem.trainer.live import live_policy, reference_of
-from tandem.trainer.pairs import is_cut, ranks_of_engine
-from tandem.trainer.ranks.engines import engine_devices
+from tandem.trainer.pairs import engine_devices, is_cut, ranks_of_engine
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.work import RankWork, handlers
-from tandem.trainer.staging import Staging, staging_of
 from tandem.transport.rendezvous import own_address
 from tandem.transport.sharing import finish
 from tandem.weight_sync.shared import attach_export
@@ -102,9 +99,7 @@ class _Rank:
         """Load the policy of the lead's recipe, as the lead does at the same time."""
         self.folder, place = Path(body["folder"]), self._placement
         self._signs.enter_context(vitals.shown(self.folder, place.rank))
-        tree = parse(body["recipe"], "the lead's recipe", Problems())
-        assert isinstance(tree, Branch)
-        self._config = config = from_options(plain(tree), (), Path("the lead's recipe")).config
+        self._config = config = from_options(body["recipe"], (), Path("the lead's recipe")).config
         is_bare = is_cut(config)
         loading = live_policy(config, local_rank=place.local_rank, local_ranks=place.local_world_size, bare=is_bare)
         self._policy = await self._stack.enter_async_context(loading)

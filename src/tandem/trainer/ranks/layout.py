@@ -15,11 +15,8 @@ from tandem.distributed.placement import Placement
 from tandem.errors import ConfigError, DoesNotFit, TandemError
 from tandem.machine import readable
 from tandem.model.policy import load_config
-from tandem.trainer import memory_plan
-from tandem.trainer.pairs import has_engines_apart, has_engines_beside, has_slices
-from tandem.trainer.rank_counts import RankCounts
+from tandem.trainer import memory_plan, pairs
 from tandem.trainer.ranks import checks
-from tandem.trainer.ranks.engines import devices_apart, engine_devices, engines_of
 
 FILLED = 0.9
 """Share of a GPU that an engine fills which has it for itself."""
@@ -60,10 +57,10 @@ def _layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
     engine: Any = config.engine
     for shard in dict.fromkeys((config.distributed.shard, "weights") if gpus > 1 else ("states",)):
         whole = replace(config, gpus=None, ranks=gpus, distributed=replace(config.distributed, shard=shard))
-        if has_slices(whole):
+        if pairs.has_slices(whole):
             sizes = [size for size in range(2, gpus + 1) if gpus % size == 0 and size >= engine.tensor_parallel_size]
             yield from (replace(whole, engine=replace(engine, tensor_parallel_size=size)) for size in sizes)
-        elif not has_engines_apart(whole) or engine.urls or gpus == 1:
+        elif not pairs.has_engines_apart(whole) or engine.urls or gpus == 1:
             yield whole
         else:
             yield from _layouts_apart(whole, gpus)
@@ -78,7 +75,7 @@ def _layouts_apart(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
             ranks = gpus - replicas * size
             sized = replace(engine, tensor_parallel_size=size, replicas=replicas, gpu_memory_utilization=share)
             layout = replace(config, ranks=ranks, engine=sized)
-            yield replace(layout, engine=replace(sized, devices=devices_apart(layout, ranks)))
+            yield replace(layout, engine=replace(sized, devices=pairs.devices_apart(layout, ranks)))
 
 
 def _require(config: RunConfig, model: Any, planner: memory_plan.Planner) -> None:
@@ -91,10 +88,10 @@ def _require(config: RunConfig, model: Any, planner: memory_plan.Planner) -> Non
     checks.check_model_heads(config, model)
     if planner.machine.is_host:
         return
-    planner.ranks = RankCounts.of(config)
+    planner.ranks = pairs.RankCounts.of(config)
     planner.plan(config).require()
     weights, total = planner.engine_weights(config), planner.machine.total
-    if has_engines_apart(config) and weights > total // 2:
+    if pairs.has_engines_apart(config) and weights > total // 2:
         taken = f"an engine's weights take {readable(weights)} of each GPU's {readable(total)}"
         raise DoesNotFit(f"{taken}: too little is left for keys and values; raise engine.tensor_parallel_size")
 
@@ -102,7 +99,9 @@ def _require(config: RunConfig, model: Any, planner: memory_plan.Planner) -> Non
 def described(config: RunConfig) -> str:
     """What ``gpus`` came to, in words."""
     engine: Any = config.engine
-    engines = f"; engines: {engine.replicas} × {engine.tensor_parallel_size} GPU" if has_engines_apart(config) else ""
+    engines = (
+        f"; engines: {engine.replicas} × {engine.tensor_parallel_size} GPU" if pairs.has_engines_apart(config) else ""
+    )
     return f"gpus: {config.ranks} ranks, distributed.shard: {config.distributed.shard}{engines}"
 
 
@@ -116,15 +115,15 @@ def drawn(planner: memory_plan.Planner, config: RunConfig) -> str:
     training = {line.name: line.bytes for line in planner.plan(config).at_peak()}
     if filled := training.pop("engine", 0):  # what is filled by share has the weights in it
         there = near * weights if share else 0
-        holder = "weights" if has_engines_beside(config) else "engine's weights"
+        holder = "weights" if pairs.has_engines_beside(config) else "engine's weights"
         training |= {"keys and values": filled - there, holder: there}
     if machine.is_host:
         processes = [*(f"rank {rank}" for rank in range(local)), *(f"engine {n}" for n in range(started))]
         return f"  {machine.name}  {', '.join(processes)}: {_sizes(training, machine.total)}"
-    spec: Any = engines_of(config, planner.ranks.world, local) if planner.ranks.world > 1 else config.engine
+    spec: Any = pairs.engines_of(config, planner.ranks.world, local) if planner.ranks.world > 1 else config.engine
     gpus: dict[str, tuple[list[str], dict[str, int]]] = {}
     for rank in range(local):
-        gpus.setdefault(engine_devices(rank, 1), ([], training))[0].append(f"rank {rank}")
+        gpus.setdefault(pairs.engine_devices(rank, 1), ([], training))[0].append(f"rank {rank}")
     for number, names in enumerate(getattr(spec, "devices", ())):
         for name in names.split(","):
             gpus.setdefault(name, ([], sampling))[0].append(f"engine {number}")

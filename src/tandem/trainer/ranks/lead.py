@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from tandem.algorithms.references.base import ReferenceWeights
-from tandem.config import loading as recipes
+from tandem.config.build import encode
 from tandem.config.loading import RunConfig
 from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.placement import Placement
 from tandem.engines.base import Engine, EngineRequirements, EngineSpec, RankEngine
 from tandem.model.policy import Policy
 from tandem.trainer.live import live_policy
-from tandem.trainer.pairs import has_engines_beside, ranks_of_engine
-from tandem.trainer.ranks.engines import engines_of
+from tandem.trainer.pairs import engines_of, has_engines_beside, has_slices, ranks_of_engine
 from tandem.trainer.ranks.parts import RankParts
+from tandem.trainer.ranks.slices import RankSlices, SharedSlices, TrainedSlices
 from tandem.trainer.ranks.work import LeadWork
-from tandem.trainer.work import LocalWork
-from tandem.trainer.world import World
+from tandem.trainer.step import LocalWork
+from tandem.trainer.world import Hold, World, Write
+from tandem.weight_sync.base import WeightSync
 from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.probe import Checksums, compare
 
@@ -69,7 +70,7 @@ class ManyRanks(World):
     ) -> Self:
         """Have every rank load its policy and join its groups."""
         loading = stack.enter_async_context(live_policy(config, local_ranks=ranks.world))
-        recipe = {"recipe": recipes.dump(config), "folder": str(folder)}
+        recipe = {"recipe": encode(config, complete=False), "folder": str(folder)}
         policy, _ = await ranks.execute("begin", lambda rank: recipe, loading)
         joining = RankParts.join(config, ranks.rendezvous, 0, 0)
         parts, _ = await ranks.execute("connect", None, joining)
@@ -189,3 +190,47 @@ class TrainedAlike(Trained):
         of_ranks = {f"rank {rank}": each for rank, each in enumerate(others, 1)}
         compare(sums, of_ranks, "trained tensors", "go on from the newest checkpoint, which every rank loads")
         return sums
+
+
+class CutRanks(ManyRanks):
+    """Several ranks whose weights are cut, with engines beside or apart from them: none of them has all weights."""
+
+    _rank: RankSlices
+
+    async def start_engine(self, stack: AsyncExitStack, requirements: EngineRequirements) -> Engine:
+        """Start the engines, and cut the policy among the ranks."""
+        engine, whole = await super().start_engine(stack, requirements), self.policy
+        cutting = whole.compute(self.parts.cut, whole, self.config.trainable)
+        self.policy = cut = await self._all("cut", None, cutting)
+        self._rank = RankSlices(cut, whole.causal)
+        return engine
+
+    @property
+    def sync(self) -> WeightSync:
+        """The recipe's, by slices where each rank has a worker beside it."""
+        return SharedSlices.of(self.config.sync) if has_slices(self.config) else self.config.sync
+
+    def trained(self) -> Trained:
+        """The weights of all ranks."""
+        return TrainedSlices(self.config.trainable, self._rank, self.ranks)
+
+    async def load_weights(self, path: Path) -> None:
+        """Nothing: other ranks take theirs from this one when it is cut."""
+
+    @property
+    def saves_everywhere(self) -> bool:
+        """Whether other ranks have a part of what is saved: of an adapter each has all."""
+        return super().saves_everywhere or self.config.trainable.folder_name == "model"
+
+    def stage_weights(self, hold: Hold) -> Write:
+        """Gather this rank's share, and write it as one of the model's files."""
+        trainable, tokenizer = self.config.trainable, self.policy.tokenizer
+        if trainable.folder_name != "model":
+            return super().stage_weights(hold)
+        write = self._rank.stage()
+
+        def written(folder: Path) -> None:
+            write(folder / trainable.folder_name)
+            tokenizer.save_pretrained(folder / trainable.folder_name)
+
+        return written
