@@ -137,15 +137,17 @@ async def serving(
     assert runner.server is not None
     serve, limits, loop = runner.server, limits or descriptor_limits(), asyncio.get_running_loop()
     guards: OrderedDict[_ConnectionGuard, None] = OrderedDict()
+
+    def guarded() -> Any:
+        return _ConnectionGuard(serve(), limits, guards)
+
     address: dict[str, Any] = {"host": host or None, "port": port}
     if os.environ.get("LISTEN_PID") == str(os.getpid()):
         address = {"sock": socket.socket(fileno=SYSTEMD_SOCKET)}
     server = None
     try:
         try:
-            server = await loop.create_server(
-                lambda: _ConnectionGuard(serve(), limits, guards), backlog=BACKLOG, **address
-            )
+            server = await loop.create_server(guarded, backlog=BACKLOG, **address)
         except (OSError, UnicodeError) as error:  # a name that cannot be one, such as a..b, is the latter
             raise BrokerError(f"cannot listen at {host}:{port}: {error}; choose another --host or --port") from error
         yield http_url(host, server.sockets[0].getsockname()[1])
