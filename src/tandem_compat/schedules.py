@@ -101,8 +101,10 @@ def put_loggers(
     reader: Reader, boards: Mapping[str, Mapping[str, Json]], *options: str, files: Sequence[Json] = ()
 ) -> None:
     """Set loggers: the terminal, boards with those of their options that are set, and files; boards get TRL's names."""
-    set_options = {kind: {name: value for name, value in named.items() if value} for kind, named in boards.items()}
-    parts = [{"kind": kind, **given} if given else kind for kind, given in set_options.items()]
+    parts: list[Json] = []
+    for kind, every_option in boards.items():
+        chosen = {name: value for name, value in every_option.items() if value}
+        parts.append({"kind": kind, **chosen} if chosen else kind)
     if parts or files:
         reader.put("loggers", ["console", *parts, *files], *options)
     if parts:
