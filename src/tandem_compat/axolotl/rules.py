@@ -182,8 +182,7 @@ def _precision(recipe: AxolotlRecipe) -> None:
     half = recipe.get("bf16", not recipe["float32"])
     if half and recipe["float32"]:
         recipe.nothing("float32", "bf16 says the type of the weights; leave one of them out")
-    dtype = "bfloat16" if half else "float32"
-    recipe.put("dtype", dtype, "bf16", "float32")
+    recipe.put("dtype", "bfloat16" if half else "float32", "bf16", "float32")
     if recipe["fp8"]:
         recipe.put("matmul", "fp8", "fp8")
     if (checkpointing := recipe["gradient_checkpointing"]) is not None:
