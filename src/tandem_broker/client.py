@@ -326,11 +326,6 @@ class NotRegistered(BrokerError):
 class TrainerClient(_Client):
     """A trainer at a broker: ``async with TrainerClient(...) as client``."""
 
-    @property
-    def leases(self) -> bool:
-        """True if batches can be leased and acknowledged."""
-        return self.connection.speaks == "tandem"
-
     async def register(self, run: messages.RunParameters) -> None:
         """Say what is trained. Atropos' broker ignores all but the first: ``info`` says what it goes on with."""
         await self.connection.ask("POST", "/register", run)
@@ -349,7 +344,7 @@ class TrainerClient(_Client):
             NotRegistered: register again.
         """
         query = ""
-        if self.leases:
+        if self.connection.speaks == "tandem":  # whose batches can be leased and acknowledged
             parameters = {"lease": lease, "policy": policy, "max_lag": max_lag}
             query = "&".join(f"{name}={value}" for name, value in parameters.items() if value is not None)
         # A lost answer of a broker without leases is a lost batch, whether it is asked again or not.

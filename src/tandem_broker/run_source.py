@@ -14,7 +14,7 @@ from tandem.trainer.environments import StepCounter, dropped
 from tandem_broker.client import Connection, TrainerClient, key_in
 from tandem_broker.protocol.convert import Rules
 from tandem_broker.protocol.messages import RunParameters
-from tandem_broker.source import BrokerSource, BrokerSourceOptions, full_marks
+from tandem_broker.source import BrokerSource, BrokerSourceOptions
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -62,7 +62,6 @@ def broker_source(
         run=_parameters(config, folder, context),
         options=BrokerSourceOptions(
             groups_per_step=config.groups_per_step,
-            group_size=config.group_size,
             max_lag=config.max_lag,
             drop_zero_variance=config.zero_variance_groups == "drop",
             lease_seconds=options.lease_seconds,
@@ -70,7 +69,6 @@ def broker_source(
             sampling=config.sampling,
         ),
         version=trained.current,
-        solved=full_marks,
         on_drop=dropped(config, trained, telemetry),
         failure=lambda: engine.failure,
     )

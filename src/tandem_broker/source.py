@@ -50,9 +50,7 @@ class BrokerSourceOptions:
     """Options of a recipe for groups that come from a broker."""
 
     groups_per_step: int
-    """Groups in a batch, if all are of this size."""
-    group_size: int
-    """Siblings in a group; environments may send others, and the sum is what counts."""
+    """Groups in a batch, where environments send groups of the recipe's size."""
     max_lag: int
     """Most optimizer steps between the weights that sampled a token and those it trains."""
     drop_zero_variance: bool
@@ -68,11 +66,6 @@ class BrokerSourceOptions:
     max_dropped_batches: int = 50
     """Batches' worth of groups dropped in a row before giving up."""
 
-    @property
-    def sequences(self) -> int:
-        """Sequences of a batch."""
-        return self.groups_per_step * self.group_size
-
 
 @dataclass(slots=True)
 class BrokerSource:
@@ -86,8 +79,6 @@ class BrokerSource:
     """How."""
     version: Callable[[], int]
     """Optimizer steps taken."""
-    solved: Callable[[Rollout], bool]
-    """What counts as a right answer."""
     on_drop: Callable[[str, Group], None]
     """Told of every dropped group and why: zero_variance, stale or failed."""
     failure: Callable[[], Exception | None] = lambda: None
@@ -128,7 +119,7 @@ class BrokerSource:
             self._drop_stale()
             if (groups := self._batch()) is not None:
                 del self._ready[: len(groups)]
-                self._measured.append(measure(groups, self.solved))
+                self._measured.append(measure(groups, full_marks))
                 # Nothing waits for a step to end: environments elsewhere go on.
                 return Batch(groups, position=self.data_state, free=lambda: None)
             taken = await self._next()
@@ -198,7 +189,7 @@ class BrokerSource:
                         self._quiet_seconds = 2 * seconds
                         log.warning(
                             "no batch of %d sequences came from the broker for %.0f s: its /status?detail=1 says why",
-                            self.options.sequences, seconds,
+                            self.run.batch_size, seconds,
                         )  # fmt: skip
                 return await polling
             finally:
@@ -317,7 +308,7 @@ class BrokerSource:
         return self.version() - group.version_min > self.options.max_lag
 
     def _drop(self, reason: str, group: Group) -> None:
-        self._measured += [measure([group], self.solved), {f"groups/dropped_{reason}": Sum(1.0)}]
+        self._measured += [measure([group], full_marks), {f"groups/dropped_{reason}": Sum(1.0)}]
         self.on_drop(reason, group)
         self._untrained(1, lambda: _advice(reason, group, self.version()))
 
@@ -332,11 +323,11 @@ class BrokerSource:
         batch: list[Group] = []
         num = 0
         for group in self._ready:
-            if num >= self.options.sequences:
+            if num >= self.run.batch_size:
                 break
             batch.append(group)
             num += sum(max(1, len(sequences(rollout))) for rollout in group.rollouts)  # as the broker counts it
-        return batch if num >= self.options.sequences else None
+        return batch if num >= self.run.batch_size else None
 
 
 def full_marks(rollout: Rollout) -> bool:

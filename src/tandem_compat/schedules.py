@@ -1,9 +1,9 @@
-"""Optimizers and learning-rate schedules by transformers' names, with their arguments."""
+"""Optimizers, learning-rate schedules, checkpoints and loggers by transformers' names, with their arguments."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tandem.types import Json
@@ -95,3 +95,17 @@ def put_saves(reader: Reader, steps: int) -> None:
     period = steps if strategy == "no" else min(steps, every(reader, "save_steps", strategy, steps))
     reader.put("checkpoint.every", period)
     reader.put("checkpoint.keep", 1 if strategy == "no" else reader["save_total_limit"] or math.ceil(steps / period))
+
+
+def put_loggers(
+    reader: Reader, boards: Mapping[str, Mapping[str, Json]], *options: str, files: Sequence[Json] = ()
+) -> None:
+    """Set loggers: the terminal, boards with those of their options that are set, and files; boards get TRL's names."""
+    parts: list[Json] = []
+    for kind, every_option in boards.items():
+        chosen = {name: value for name, value in every_option.items() if value}
+        parts.append({"kind": kind, **chosen} if chosen else kind)
+    if parts or files:
+        reader.put("loggers", ["console", *parts, *files], *options)
+    if parts:
+        reader.put("metric_names", "trl", *options)

@@ -14,7 +14,7 @@ from support.tiers import long_but
 
 from tandem_broker.server.bodies import BodyLimits
 
-LIMITS = BodyLimits(body_bytes=300_000, idle_seconds=1.0)
+LIMITS = BodyLimits(body_bytes=300_000, seconds=1.0)
 
 FINE = {200, 400, 401, 403, 404, 405, 408, 413, 422, 429, 503}
 

@@ -81,16 +81,6 @@ def test_too_many_bodies_at_once_are_put_off() -> None:
     play(scene, limits=small(pending_bytes=10))
 
 
-def test_a_body_that_stops_coming_is_given_up() -> None:
-    async def scene(client: Client) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
-        writer.write(b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
-        assert b" 408 " in await reader.readline()
-        writer.close()
-
-    play(scene, limits=small(idle_seconds=0.05))
-
-
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "nonsense"])
 def test_without_a_content_type_a_body_is_none(kind: str | None) -> None:
     async def scene(client: Client) -> None:

@@ -28,7 +28,7 @@ from tandem_broker.queue.tenants import Item
 pytestmark = pytest.mark.slow
 
 OPTIONS = StoreOptions(
-    max_groups=24, max_bytes=24 * 9, max_env_groups=16, max_env_bytes=16 * 9, max_environments=6,
+    max_groups=24, max_bytes=24 * 9, max_env_bytes=16 * 9, max_environments=6,
     heartbeat_seconds=60.0, key_seconds=500.0, max_keys=20,
 )  # fmt: skip
 RUNS = st.sampled_from([4, 6, 8])
@@ -158,9 +158,8 @@ class Promises(RuleBasedStateMachine):
             tenant = self.store.tenants.of(env)
             waits = tenant.sequences["queued"] + tenant.sequences["buffered"]
             assert self.store.waiting.next_batch() is not None or waits >= batch_size
-            assert (
-                len(self.store.waiting.items) >= OPTIONS.max_groups or tenant.groups.total() >= OPTIONS.max_env_groups
-            )
+            held = 9 * tenant.groups.total()
+            assert len(self.store.waiting.items) >= OPTIONS.max_groups or held >= OPTIONS.max_env_bytes
             return
         known = key is not None and self.now - self.keys.get(key, -1e9) <= OPTIONS.key_seconds
         assert (receipt.kind == "duplicate") == known

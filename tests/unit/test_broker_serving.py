@@ -1,4 +1,4 @@
-"""The broker's sockets: who connects early waits, and who is slow, silent or too many keeps nobody out."""
+"""The broker's sockets: who is slow, silent or too many keeps nobody out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tandem.errors import BrokerError
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.app import BrokerServer
-from tandem_broker.server.serving import ConnectionLimits, listening, serving
+from tandem_broker.server.serving import ConnectionLimits, serving
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -104,10 +104,12 @@ def test_connections_under_way_are_not_cut_off_for_new_ones() -> None:
 
 
 def test_an_address_that_cannot_be_had_is_told_in_one_line() -> None:
+    async def listen(host: str, port: int) -> None:
+        with pytest.raises(BrokerError, match=f"cannot listen at {host}:{port}.*another --host or --port"):
+            async with serving(BrokerServer(GroupQueue()), host, port):
+                pass
+
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(BrokerError, match=f"cannot listen at 127.0.0.1:{port}.*another --host or --port"):
-            listening("127.0.0.1", port)
+        asyncio.run(listen("127.0.0.1", taken.getsockname()[1]))
     for host in ("no.such.host.invalid", "127.0..1"):
-        with pytest.raises(BrokerError, match=f"cannot listen at {host}:0"):
-            listening(host, 0)
+        asyncio.run(listen(host, 0))

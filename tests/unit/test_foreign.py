@@ -39,7 +39,7 @@ from tandem_broker.protocol.submission import GroupEntry
 from tandem_broker.queue.records import ServedBatch
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.run_source import broker_source
-from tandem_broker.source import BrokerSource, BrokerSourceOptions, full_marks
+from tandem_broker.source import BrokerSource, BrokerSourceOptions
 
 T = TypeVar("T")
 RUN = RunParameters(
@@ -159,17 +159,16 @@ class Trainer:
         rules = {name: options.pop(name) for name in ("env_advantages", "policy_logprobs") if name in options}
         defaults = {
             "groups_per_step": 2,
-            "group_size": 2,
             "max_lag": 2,
             "drop_zero_variance": True,
             "lease_seconds": 60.0,
         }
+        groups = options.get("groups_per_step", defaults["groups_per_step"])
         return BrokerSource(
             broker=self.broker,
-            run=RUN,
+            run=msgspec.structs.replace(RUN, batch_size=2 * groups),
             options=BrokerSourceOptions(**{**defaults, **options}, rules=Rules(**rules), poll_seconds=0.0),
             version=lambda: self.step,
-            solved=full_marks,
             on_drop=lambda reason, group: self.dropped.append((reason, group.id.partition("@")[0])),
             failure=lambda: self.failure,
         )
@@ -802,11 +801,12 @@ def test_a_data_state_survives_json() -> None:
         options = {"groups_per_step": 1, "env_advantages": True, "policy_logprobs": True}
         async with Trainer(broker).source(**options).open(DataState()) as source:
             await source.take()
-            source._receive(await source._next())
+            for _ in "bcd":
+                source._receive(await source._next())
             return source.data_state()
 
     data_state = run(go())
-    assert len(data_state.batches) == 2
+    assert len(data_state.batches) == 4
     assert {group.id for _, group in data_state.ready} == {"b@e1", "d@e3"}
     state = TrainerState(
         step=3,

@@ -7,7 +7,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 from tandem.envs.base import Environment, Split
 from tandem.envs.data.split import Tasks, opening, some, split_of
@@ -84,7 +83,7 @@ class Countdown(Environment):
             key = f"{'+'.join(map(str, sorted(numbers)))}={target}"
             if key not in puzzles:
                 vain = 0
-                puzzles[key] = (tuple(numbers), target, _text(solution)[1:-1])
+                puzzles[key] = (tuple(numbers), target, solution[1:-1])
         return puzzles
 
     def _task(self, key: str, puzzle: _Puzzle) -> Task:
@@ -103,32 +102,17 @@ class Countdown(Environment):
         )
 
 
-_Joined: TypeAlias = "int | tuple[_Joined, str, _Joined]"
-"""An expression: a number, or two expressions with an operator between them."""
-
-
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
-def _combine(numbers: Sequence[int], operators: Sequence[str], rng: random.Random) -> tuple[int, _Joined]:
-    """Join numbers at random until one value is left; 0 if an operator does not fit.
-
-    Most of what is joined is no puzzle, so it is written out only where it is one.
-    """
-    pool: list[tuple[int, _Joined]] = [(number, number) for number in numbers]
+def _combine(numbers: Sequence[int], operators: Sequence[str], rng: random.Random) -> tuple[int, str]:
+    """Join numbers at random until one value is left, and the expression of it; 0 if an operator does not fit."""
+    pool = [(number, str(number)) for number in numbers]
     while len(pool) > 1:
-        left, left_of = pool.pop(rng.randrange(len(pool)))
-        right, right_of = pool.pop(rng.randrange(len(pool)))
+        left, left_text = pool.pop(rng.randrange(len(pool)))
+        right, right_text = pool.pop(rng.randrange(len(pool)))
         symbol = operators[rng.randrange(len(operators))]
         if symbol == "/" and (not right or left % right):
-            return 0, 0
-        value = _OPERATIONS[symbol](left, right)
-        pool.append((value, (left_of, symbol, right_of)))
+            return 0, ""
+        pool.append((_OPERATIONS[symbol](left, right), f"({left_text} {symbol} {right_text})"))
     return pool[0]
-
-
-def _text(joined: _Joined) -> str:
-    if isinstance(joined, int):
-        return str(joined)
-    left, symbol, right = joined
-    return f"({_text(left)} {symbol} {_text(right)})"

@@ -10,13 +10,17 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from aiohttp.http_exceptions import HttpProcessingError
 
 from tandem.errors import ConfigError
-from tandem_broker.server.serving import listening
-
-if TYPE_CHECKING:
-    from tandem_broker.server.app import BrokerServer
+from tandem_broker.journal import Ledger
+from tandem_broker.queue.records import StoreOptions
+from tandem_broker.queue.store import GroupQueue
+from tandem_broker.server.app import BrokerServer
+from tandem_broker.server.bodies import BodyLimits
+from tandem_broker.server.keys import Keys
+from tandem_broker.server.serving import serving
 
 Tell = Callable[[str], None]
 
@@ -45,18 +49,9 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
-    (trainer, environments), sockets = _keys(), listening(host, port)
+    trainer, environments = _keys()
 
     async def serve() -> None:
-        # Only now that clients can connect: loading these takes as long as everything else of the start.
-        from tandem_broker.journal import Ledger
-        from tandem_broker.queue.records import StoreOptions
-        from tandem_broker.queue.store import GroupQueue
-        from tandem_broker.server.app import BrokerServer
-        from tandem_broker.server.bodies import BodyLimits
-        from tandem_broker.server.keys import Keys
-        from tandem_broker.server.serving import serving
-
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -67,22 +62,17 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
             if data is not None:
                 store = opened.enter_context(contextlib.closing(Ledger.open(data, options, time.time()))).store
             broker = BrokerServer(store, limits=limits, keys=keys, host=host)
-            async with serving(broker, host, 0, sockets) as url:
+            async with serving(broker, host, port) as url:
                 _introduce(url, host, data, broker, tell)
                 await asyncio.Event().wait()
 
-    with contextlib.ExitStack() as stack:
-        for listener in sockets:
-            stack.enter_context(listener)
-        stack.enter_context(contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError))
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(serve())
     tell("ended")
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
     """False for the trace of a request that was no HTTP: it is answered with 400, and is its sender's affair."""
-    from aiohttp.http_exceptions import HttpProcessingError
-
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 

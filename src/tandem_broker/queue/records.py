@@ -39,10 +39,8 @@ class StoreOptions:
     """Most groups held (buffered, queued and leased) before submissions are put off."""
     max_bytes: int = 2 << 30
     """Most payload bytes held before submissions are put off; they are in memory."""
-    max_env_groups: int = 150_000
-    """Most groups held of one environment; anonymous submissions count as one environment."""
     max_env_bytes: int = 1 << 30
-    """Most payload bytes held of one environment."""
+    """Most payload bytes held of one environment; anonymous submissions count as one environment."""
     max_environments: int = 10_000
     """Most environments known; beyond it one that is gone and holds nothing is forgotten."""
     heartbeat_seconds: float = 60.0

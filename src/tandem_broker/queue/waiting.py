@@ -47,14 +47,13 @@ class WaitingGroups:
         if batch_size and entry.size > batch_size:
             raise GroupRefused(f"the group has {entry.size} sequences and a batch {batch_size}: no batch can hold it")
         everybody = len(self.items) >= limit.max_groups or self.bytes >= limit.max_bytes
-        held_groups = tenant.groups.total()
-        if not everybody and held_groups < limit.max_env_groups and tenant.held_bytes < limit.max_env_bytes:
+        if not everybody and tenant.held_bytes < limit.max_env_bytes:
             return
         short = self._has(tenant, "queued", "buffered") < batch_size
         if short and self.next_batch() is None:
             return
         who = "the broker" if everybody else f"environment {tenant.name}"
-        groups, held = (len(self.items), self.bytes) if everybody else (held_groups, tenant.held_bytes)
+        groups, held = (len(self.items), self.bytes) if everybody else (tenant.groups.total(), tenant.held_bytes)
         raise Busy(f"{who} holds {groups} groups of {held / 2**20:.0f} MiB that wait for the trainer; try again later")
 
     def hold(self, item: Item) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from aiohttp import web
 from tandem_broker.protocol.wire import refuse
 
 T = TypeVar("T")
-Grow = Callable[[int], None]
 
 INLINE_BYTES = 1 << 20
 """Bodies up to this are decoded on the event loop, larger ones and gzip in a thread, one at a time."""
@@ -34,14 +32,10 @@ class BodyLimits:
     inflation: int = 200
     """Most bytes that gzip may make of one byte, beyond 1 MiB. Real groups stay below 50."""
     pending_bytes: int = 512 << 20
-    """Most bytes of all bodies being read, as sent; beyond it clients are asked to come back. One is inflated at a
-    time."""
-    idle_seconds: float = 30.0
-    """Longest pause within a body."""
-    slow_seconds: float = 120.0
-    """After this a body must have come at ``slow_bytes`` a second."""
-    slow_bytes: int = 16 << 10
-    """Least bytes a second of a body that takes long."""
+    """Most bytes of all bodies being read, as sent; beyond it clients are asked to come back. One that does not say
+    how long it is counts as the longest, and one is inflated at a time."""
+    seconds: float = 120.0
+    """How long one body may take."""
 
 
 class RequestRejected(Exception):
@@ -94,9 +88,8 @@ class Bodies:
         size, most = request.content_length, min(most or self.limits.body_bytes, self.limits.body_bytes)
         if size is not None and size > most:
             raise _too_large(size, most)
-        with self._reserved() as grow:
-            grow(size or 0)
-            body = await self._collected(request, most, grow)
+        with self._reserved(most if size is None else size):
+            body = await self._collected(request, most)
             if not body:
                 raise refuse("missing", (), "Field required")
             kind = request.content_type if "Content-Type" in request.headers else "(none)"
@@ -114,44 +107,28 @@ class Bodies:
     async def _threaded(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def _collected(self, request: web.Request, most: int, grow: Grow) -> bytes:
-        """Collect a body's pieces. Of one that does not say how long it is, each is reserved as it comes."""
-        chunks: list[bytes] = []
-        size, began = 0, time.monotonic()
-        while True:
-            try:
-                async with asyncio.timeout(self.limits.idle_seconds):
-                    chunk = await request.content.readany()
-            except TimeoutError:
-                raise RequestRejected(408, f"nothing of the body came for {self.limits.idle_seconds:g} s") from None
-            if not chunk:
-                return b"".join(chunks)
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > most:
-                raise _too_large(size, most)
-            if request.content_length is None:
-                grow(len(chunk))
-            seconds = time.monotonic() - began
-            if seconds > self.limits.slow_seconds and size < seconds * self.limits.slow_bytes:
-                raise RequestRejected(408, f"the body took {seconds:.0f} s for its first {size} bytes")
+    async def _collected(self, request: web.Request, most: int) -> bytes:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                async for chunk in request.content.iter_any():
+                    body += chunk
+                    if len(body) > most:
+                        raise _too_large(len(body), most)
+        except TimeoutError:
+            raise RequestRejected(408, f"the body did not come within {self.limits.seconds:g} s") from None
+        return bytes(body)
 
     @contextmanager
-    def _reserved(self) -> Iterator[Grow]:
-        """Reserve room for a body: the function given reserves so many bytes more, until the end."""
-        reserved = 0
-
-        def grow(size: int) -> None:
-            nonlocal reserved
-            if self.pending + size > self.limits.pending_bytes:
-                raise RequestRejected(503, "too many bodies are being read; try again", retry_after=1)
-            self.pending += size
-            reserved += size
-
+    def _reserved(self, size: int) -> Iterator[None]:
+        """Count a body among those being read."""
+        if self.pending + size > self.limits.pending_bytes:
+            raise RequestRejected(503, "too many bodies are being read; try again", retry_after=1)
+        self.pending += size
         try:
-            yield grow
+            yield
         finally:
-            self.pending -= reserved
+            self.pending -= size
 
     def _inflated(self, body: bytes, most: int) -> bytes:
         """Inflate gzip, never beyond the bounds."""

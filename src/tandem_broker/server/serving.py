@@ -1,7 +1,6 @@
 """Listens for clients, and bounds their connections.
 
-The sockets are opened before anything else, so that clients of a starting broker wait instead of being refused. When
-all connections are taken, the one that has been silent for longest makes room.
+When all connections are taken, the one that has been silent for longest makes room.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ import os
 import resource
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from aiohttp import web
 
 from tandem.errors import BrokerError
 from tandem.ports import http_url
-
-if TYPE_CHECKING:
-    from tandem_broker.server.app import BrokerServer
+from tandem_broker.server.app import BrokerServer
 
 BACKLOG = 1024
 """Connections that may wait to be accepted: environments open a new one for every request."""
@@ -32,27 +31,6 @@ SYSTEMD_SOCKET = 3
 READ_BYTES = 1 << 20
 """How much of a body may lie unread before its client is held back."""
 KEEPALIVE_SECONDS = 30.0
-
-
-def listening(host: str, port: int) -> Sequence[socket.socket]:
-    """Open sockets for connections, one for each address of the host; port 0 is a free one.
-
-    Raises:
-        BrokerError: the address cannot be had.
-    """
-    if os.environ.get("LISTEN_PID") == str(os.getpid()):
-        return [socket.socket(fileno=SYSTEMD_SOCKET)]
-    sockets: list[socket.socket] = []
-    try:
-        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, *_, address in dict.fromkeys(addresses):
-            at = (address[0], port or (sockets[0].getsockname()[1] if sockets else 0), *address[2:])
-            sockets.append(socket.create_server(at, family=family, backlog=BACKLOG))
-    except (OSError, UnicodeError) as error:  # a name that cannot be one, such as a..b, is the latter
-        for opened in sockets:
-            opened.close()
-        raise BrokerError(f"cannot listen at {host}:{port}: {error}; choose another --host or --port") from error
-    return sockets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,26 +112,19 @@ class _ConnectionGuard:
 
 @asynccontextmanager
 async def serving(
-    broker: BrokerServer,
-    host: str,
-    port: int,
-    sockets: Sequence[socket.socket] = (),
-    limits: ConnectionLimits | None = None,
+    broker: BrokerServer, host: str, port: int, limits: ConnectionLimits | None = None
 ) -> AsyncIterator[str]:
     """Answer requests at an address; port 0 is a free one. Gives the URL.
 
     Args:
         broker: what answers.
-        host: for the URL, and to listen at if there are no ``sockets``.
+        host: for the URL, and to listen at where systemd holds no socket.
         port: the same.
-        sockets: opened beforehand by ``listening``.
         limits: bounds on connections; None: as the system's limit on descriptors allows.
 
     Raises:
         BrokerError: the address cannot be had.
     """
-    from aiohttp import web  # loading it takes longer than opening the sockets
-
     runner = web.AppRunner(
         broker.application(),
         access_log=None,
@@ -163,22 +134,25 @@ async def serving(
         keepalive_timeout=KEEPALIVE_SECONDS,
     )
     await runner.setup()
-    servers: list[asyncio.Server] = []
+    assert runner.server is not None
+    serve, limits, loop = runner.server, limits or descriptor_limits(), asyncio.get_running_loop()
+    guards: OrderedDict[_ConnectionGuard, None] = OrderedDict()
+
+    def guarded() -> Any:
+        return _ConnectionGuard(serve(), limits, guards)
+
+    address: dict[str, Any] = {"host": host or None, "port": port}
+    if os.environ.get("LISTEN_PID") == str(os.getpid()):
+        address = {"sock": socket.socket(fileno=SYSTEMD_SOCKET)}
+    server = None
     try:
-        assert runner.server is not None
-        serve, limits, loop = runner.server, limits or descriptor_limits(), asyncio.get_running_loop()
-        guards: OrderedDict[_ConnectionGuard, None] = OrderedDict()
-
-        def guarded() -> Any:
-            return _ConnectionGuard(serve(), limits, guards)
-
-        sockets = sockets or listening(host, port)
-        address = sockets[0].getsockname()
-        for opened in sockets:
-            servers.append(await loop.create_server(guarded, sock=opened, backlog=BACKLOG))
-        yield http_url(host, address[1])
+        try:
+            server = await loop.create_server(guarded, backlog=BACKLOG, **address)
+        except (OSError, UnicodeError) as error:  # a name that cannot be one, such as a..b, is the latter
+            raise BrokerError(f"cannot listen at {host}:{port}: {error}; choose another --host or --port") from error
+        yield http_url(host, server.sockets[0].getsockname()[1])
     finally:
-        for server in servers:
+        if server is not None:
             server.close()
         await runner.cleanup()
         broker.bodies.close()

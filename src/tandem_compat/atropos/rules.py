@@ -178,10 +178,10 @@ class TrainerRecipe(Reader):
 
     def _optimizer(self) -> None:
         self.put("optimizer.kind", OPTIMIZERS[self["optimizer"]])
-        if self["optimizer"] != "adafactor":
+        if self["optimizer"] == "adafactor":
+            self.put("optimizer.relative_rate", self["adafactor-scale-parameter"])
+        else:
             self.put("optimizer.weight_decay", DECAY)
-            return
-        self.put("optimizer.relative_rate", self["adafactor-scale-parameter"])
 
     def _trainable(self) -> None:
         self.put("trainable.kind", "lora" if self._lora else "full")

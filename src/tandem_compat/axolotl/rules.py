@@ -26,7 +26,7 @@ from tandem_compat.axolotl.datasets import AxolotlDatasets
 from tandem_compat.axolotl.ranks import read_ranks, read_replicas
 from tandem_compat.axolotl.recipe import AxolotlRecipe
 from tandem_compat.generation import put_generation
-from tandem_compat.schedules import put_optimizer
+from tandem_compat.schedules import put_loggers, put_optimizer
 
 ENV = "tandem_compat.axolotl.datasets:AxolotlDatasets"
 """The environment that plays an Axolotl file's data sets."""
@@ -182,8 +182,7 @@ def _precision(recipe: AxolotlRecipe) -> None:
     half = recipe.get("bf16", not recipe["float32"])
     if half and recipe["float32"]:
         recipe.nothing("float32", "bf16 says the type of the weights; leave one of them out")
-    dtype = "bfloat16" if half else "float32"
-    recipe.put("dtype", dtype, "bf16", "float32")
+    recipe.put("dtype", "bfloat16" if half else "float32", "bf16", "float32")
     if recipe["fp8"]:
         recipe.put("matmul", "fp8", "fp8")
     if (checkpointing := recipe["gradient_checkpointing"]) is not None:
@@ -502,15 +501,11 @@ def _shown(recipe: AxolotlRecipe, steps: int) -> None:
 
 def _loggers(recipe: AxolotlRecipe) -> None:
     """Where numbers go."""
-    loggers: list[Json] = ["console"]
+    boards: dict[str, dict[str, Json]] = {}
     if (recipe["use_wandb"] or recipe["wandb_project"]) and recipe["wandb_mode"] != "disabled":
-        named = {key: recipe[f"wandb_{key}"] for key in ("project", "entity", "mode")}
-        loggers.append({"kind": "wandb", **{key: value for key, value in named.items() if value}})
+        boards["wandb"] = {key: recipe[f"wandb_{key}"] for key in ("project", "entity", "mode")}
     if recipe["use_tensorboard"]:
-        loggers.append("tensorboard")
+        boards["tensorboard"] = {}
     if recipe["use_trackio"]:
-        named = {"project": recipe["trackio_project_name"], "space": recipe["trackio_space_id"]}
-        loggers.append({"kind": "trackio", **{key: value for key, value in named.items() if value}})
-    if len(loggers) > 1:
-        recipe.put("loggers", loggers, "wandb_project", "use_wandb", "use_tensorboard", "use_trackio")
-        recipe.put("metric_names", "trl", "wandb_project", "use_wandb", "use_tensorboard", "use_trackio")
+        boards["trackio"] = {"project": recipe["trackio_project_name"], "space": recipe["trackio_space_id"]}
+    put_loggers(recipe, boards, "wandb_project", "use_wandb", "use_tensorboard", "use_trackio")

@@ -11,6 +11,7 @@ from pathlib import Path
 from tandem.errors import RewardError, raised
 from tandem.ports import http_url
 from tandem.types import Json
+from tandem_compat.schedules import put_loggers
 from tandem_compat.sharding import Shard
 from tandem_compat.swift.datasets import KIND as ROWS
 from tandem_compat.swift.datasets import TAGGED, SwiftDataset
@@ -245,12 +246,10 @@ def evaluation_strategy(args: Reader) -> str:
 
 def loggers(args: Reader) -> None:
     """Set ``loggers``: the terminal, boards, and completions.jsonl."""
-    boards = [name for name in args["report_to"] if name not in ("none", "swanlab")]
     if "swanlab" in args["report_to"]:
         args.note("report_to", "there is no logger for swanlab; numbers are in metrics.jsonl of the run's folder")
-    if boards:
-        args.put("metric_names", "trl")
-    args.put("loggers", ["console", *boards, *([{"kind": COMPLETIONS}] if args["log_completions"] else [])])
+    boards: dict[str, dict[str, Json]] = {name: {} for name in args["report_to"] if name not in ("none", "swanlab")}
+    put_loggers(args, boards, files=[{"kind": COMPLETIONS}] if args["log_completions"] else [])
 
 
 def folder(args: Reader) -> None:

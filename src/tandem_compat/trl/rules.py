@@ -12,7 +12,7 @@ from tandem.config.tree import Problems
 from tandem.ports import http_url
 from tandem_compat import objective
 from tandem_compat.generation import put_generation
-from tandem_compat.schedules import every, put_optimizer, put_saves, put_warmup
+from tandem_compat.schedules import every, put_loggers, put_optimizer, put_saves, put_warmup
 from tandem_compat.sharding import started_ranks
 from tandem_compat.table import Reader
 from tandem_compat.trl.options import OPTIONS
@@ -121,15 +121,10 @@ class TrlRecipe(Reader):
         if unknown := loading.keys() - {"attn_implementation", "device_map", "use_cache", "trust_remote_code"}:
             self.wrong("model_init_kwargs", f"{', '.join(sorted(unknown))}: it has no counterpart here; leave it out")
         self.put("dtype", {None: dtype, True: "bfloat16", False: "float32"}[self["bf16"]])
-        boards = [self["report_to"]] if isinstance(self["report_to"], str) else list(self["report_to"] or ())
-        if boards := [name for name in boards if name not in ("none", "all")]:
-            named = {"project": self["project"], "space": self["trackio_space_id"]}
-            only = {"wandb": ("project",), "trackio": ("project", "space")}
-            chosen = [{name: named[name] for name in only.get(board, ()) if named[name]} for board in boards]
-            self.put(
-                "loggers", ["console", *({"kind": b, **c} if c else b for b, c in zip(boards, chosen, strict=True))]
-            )
-            self.put("metric_names", "trl")
+        names = [self["report_to"]] if isinstance(self["report_to"], str) else self["report_to"] or ()
+        options = {"wandb": {"project": self["project"]}}
+        options["trackio"] = {**options["wandb"], "space": self["trackio_space_id"]}
+        put_loggers(self, {name: options.get(name, {}) for name in names if name not in ("none", "all")})
         if self["log_completions"]:
             self.put("print_completions.every", max(1, int(self["logging_steps"])))
 

@@ -94,7 +94,7 @@ class Graders:
         """True if every answer can be graded as it ends: no reward needs its siblings, or awaits beside theirs."""
         return all(pool.singly for pool in self._pools)
 
-    async def open(self) -> None:
+    async def __aenter__(self) -> Self:
         """Start all workers at once and wait until they are ready.
 
         Raises:
@@ -104,21 +104,14 @@ class Graders:
             await together([pool.open() for pool in self._pools])
             self._trimming = asyncio.create_task(self._trim())
         except BaseException:
-            await self.close()
+            await self.__aexit__()
             raise
-
-    async def close(self) -> None:
-        """End all workers."""
-        if self._trimming is not None:
-            self._trimming.cancel()
-        await asyncio.gather(*(pool.close() for pool in self._pools))
-
-    async def __aenter__(self) -> Self:
-        await self.open()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self.close()
+        if self._trimming is not None:
+            self._trimming.cancel()
+        await asyncio.gather(*(pool.close() for pool in self._pools))
 
     async def grade(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The siblings of one task with rewards, weighted sum and status; failed ones pass through.
