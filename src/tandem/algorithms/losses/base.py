@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from tandem.errors import ConfigError
 from tandem.lazy import Tensor, torch
-from tandem.pending import PendingMetrics
+from tandem.metrics import Max, Mean
+from tandem.pending import Pending, PendingMetrics
 
 MOST_LOG_RATIO = 80.0
 """Bound of log ratios, so that exp stays finite in float32; no ratio beyond it is meaningful."""
@@ -89,7 +91,7 @@ class TokenLoss:
 class Loss(Protocol):
     """The objective, per token, not divided. A frozen dataclass whose fields are its options.
 
-    Four class variables are optional, and read in ``config/loading.py``: ``by_advantage``, true if a sample without an
+    Four class variables are optional: ``by_advantage``, true if a sample without an
     advantage has no gradient, so that it need not be computed; ``compares``, false if the loss has no ratio;
     ``at_ratio_one`` and ``per_token``, options that change nothing while every ratio is 1, and while all tokens of an
     answer have one advantage.
@@ -120,6 +122,42 @@ class Loss(Protocol):
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
         """Per-token loss of the policy's ``logprobs_N`` (float32, at the sampling temperature)."""
+
+
+def ratio(log_ratio: Tensor) -> Tensor:
+    """exp of a log ratio clamped to stay finite; its gradient is 0 where it is clamped."""
+    return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+
+
+def clipped(
+    ratio_N: Tensor, advantages_N: Tensor, low: float, high: float, dual: float | None
+) -> tuple[Tensor, PendingMetrics]:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), where A < 0 at most -dual A, and the shares that were clipped."""
+    # The ratio is clamped, not the loss: where a clamp binds, its gradient is 0 and nothing infinite meets a 0.
+    most = math.inf if dual is None else dual
+    lowest_N = torch.where(advantages_N < 0, 1.0 - low, 0.0)
+    highest_N = torch.where(advantages_N < 0, most, 1.0 + high)
+    loss_N = -advantages_N * ratio_N.clamp(lowest_N, highest_N)
+    with torch.no_grad():
+        moves_N = advantages_N != 0
+        below_N, above_N = (ratio_N < lowest_N) & moves_N, (ratio_N > highest_N) & moves_N
+        return loss_N, counts(ratio_N, below_N, above_N)
+
+
+def counts(ratio_N: Tensor, below_N: Tensor, above_N: Tensor) -> PendingMetrics:
+    """Mean and largest ratio, and the shares of tokens that lost their gradient to a bound."""
+    n = ratio_N.numel()
+    if n == 0:
+        return {}
+    ratio_N = ratio_N.detach()
+    below, above = below_N.sum(), above_N.sum()
+    return {
+        "ratio": Pending(Mean, ratio_N.sum(), n),
+        "ratio/max": Pending(Max, ratio_N.max()),
+        "clip_fraction": Pending(Mean, below + above, n),
+        "clip_fraction/low": Pending(Mean, below, n),
+        "clip_fraction/high": Pending(Mean, above, n),
+    }
 
 
 def check_loss(loss: Loss, output: object, logprobs_N: Tensor) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tandem.algorithms.losses._ratio import counts, ratio
-from tandem.algorithms.losses.base import MicroBatch, Reduction, TokenLoss
+from tandem.algorithms.losses.base import MicroBatch, Reduction, TokenLoss, counts, ratio
 from tandem.errors import Bounded, bounded
 from tandem.lazy import Tensor, torch
 
