@@ -54,7 +54,8 @@ from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.transaction.session import WeightSyncSession
 from tandem.weight_sync.transaction.trained import Trained
-from tandem.weight_sync.verify.probe import Behaviour, Checksums
+from tandem.weight_sync.verify.checksums import Checksums
+from tandem.weight_sync.verify.probe import Behaviour
 
 HERE = Path(__file__).resolve().parent
 SKIPPED = 2

@@ -19,7 +19,7 @@ from tandem.trainable.full import Full
 from tandem.trainer.ranks.slices import SharedSlices, TrainedSlices
 from tandem.types import PolicyVersion
 from tandem.weight_sync.shared import Shared
-from tandem.weight_sync.verify.probe import compare
+from tandem.weight_sync.verify.checksums import compare_checksums
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_a_publish_is_compared_with_the_bytes_of_all_workers() -> None:
         sync, bound = session(ranks, FakeEngine(theirs), fresh=False)
         moved = await sync.transfer(bound, PolicyVersion(step=1, digest=""))
         _, stored, engines = await bound.trained.sums(bound.engine, await bound.trained.checksums())
-        compare(stored, engines, "tensors", "")
+        compare_checksums(stored, engines, "tensors", "")
         return moved
 
     assert asyncio.run(published(SUMS)) == 14

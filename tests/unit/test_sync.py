@@ -45,7 +45,8 @@ from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.transaction import session as session_module
 from tandem.weight_sync.transaction import trained
 from tandem.weight_sync.transaction.session import Published, WeightSyncSession
-from tandem.weight_sync.verify.probe import PROBE, Checksums, differing
+from tandem.weight_sync.verify.checksums import Checksums, differing
+from tandem.weight_sync.verify.probe import PROBE
 
 START = PolicyVersion(step=0, digest="")
 

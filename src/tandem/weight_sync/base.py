@@ -53,7 +53,7 @@ class SyncContext:
     member: Any = None
     """The trainer's place in a process group, where one is used."""
     ranks: TrainerRanks | None = None
-    """The trainer's ranks; None: this process alone, which has the policy whole."""
+    """The trainer's ranks, one or several; None only where a policy is evaluated without being trained."""
     fresh: bool = False
     """The engine was started on the very weights that the policy holds, and nothing was published to it since."""
     state: SyncStateMachine = field(default_factory=SyncStateMachine)

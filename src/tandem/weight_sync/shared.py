@@ -16,7 +16,7 @@ from tandem.lazy import Parameter, Tensor, torch
 from tandem.transport.bridge import VllmBridge, find
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
-from tandem.weight_sync.verify.probe import differing
+from tandem.weight_sync.verify.checksums import differing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from tandem.trainer.step import LocalWork
 from tandem.trainer.world import Hold, World, Write
 from tandem.weight_sync.base import WeightSync
 from tandem.weight_sync.transaction.trained import Trained
-from tandem.weight_sync.verify.probe import Checksums, compare
+from tandem.weight_sync.verify.checksums import Checksums, compare_checksums
 
 T = TypeVar("T")
 
@@ -188,7 +188,7 @@ class TrainedAlike(Trained):
         """Checksums of the lead's bytes, once those of every other rank are the same."""
         sums, others = await self._ranks.execute("checksums", None, super().checksums())
         of_ranks = {f"rank {rank}": each for rank, each in enumerate(others, 1)}
-        compare(sums, of_ranks, "trained tensors", "go on from the newest checkpoint, which every rank loads")
+        compare_checksums(sums, of_ranks, "trained tensors", "go on from the newest checkpoint, which every rank loads")
         return sums
 
 

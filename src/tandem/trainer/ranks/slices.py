@@ -32,7 +32,7 @@ from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.transaction.trained import Trained
-from tandem.weight_sync.verify.probe import Checksums, differing
+from tandem.weight_sync.verify.checksums import Checksums, differing
 
 if TYPE_CHECKING:
     from tandem.distributed.slice_writer import SliceWriter

@@ -21,8 +21,9 @@ from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.transaction.state import SyncState
-from tandem.weight_sync.transaction.trained import Trained, compare_frozen
-from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare
+from tandem.weight_sync.transaction.trained import Trained
+from tandem.weight_sync.verify.checksums import Checksums, compare_checksums, compare_frozen
+from tandem.weight_sync.verify.probe import Behaviour, ProbeAnswers, Rollouts
 
 log = logging.getLogger(__name__)
 
@@ -297,8 +298,6 @@ class WeightSyncSession(SyncContext):
             sleeps_deep = self.engine.sleeps > 1
             is_due = self._publishes % self.sync.verify_every == 0
             should_verify = is_due or sleeps_deep or not self._is_published
-            if should_verify and not self._is_published:
-                await compare_frozen(self.engine, self.trained)
             version, gap = await self._verified(version, commit, trainer_sums, should_verify=should_verify)
             await self.engine.set_version(version)
         except BaseException as error:
@@ -322,7 +321,17 @@ class WeightSyncSession(SyncContext):
     async def _verified(
         self, version: PolicyVersion, commit: Commit, trainer_sums: Checksums | None, *, should_verify: bool
     ) -> tuple[PolicyVersion, float | None]:
-        """The version with its digest, once the engine was compared with it, and the largest gap of a logprob."""
+        """Everything that a publish verifies: weights that it does not carry, the bytes of those that it does, a probe.
+
+        Returns:
+            The version with its digest, and the largest gap of a logprob.
+
+        Raises:
+            StaleWeights, TornWeights: the engine holds other weights. It gives out nothing more, the step is saved,
+                and the run ends.
+        """
+        if should_verify and not self._is_published:
+            await compare_frozen(self.engine, self.trained)
         # Wrong bytes that are sampled from leave keys and values that are no numbers, and those can be zeroed only
         # where no request is served meanwhile.
         asks_before = should_verify and self.sync.pause != "never"
@@ -345,7 +354,7 @@ class WeightSyncSession(SyncContext):
             commit.unverified = version = PolicyVersion(step=version.step, digest=actual)
             advice = "the engine gives out nothing until a publish succeeds"
             if engines:
-                compare(stored, engines, "published tensors", advice)
+                compare_checksums(stored, engines, "published tensors", advice)
         if not should_verify:
             return version, None
         answers = await (self._behaviour.ask(self.engine) if answering is None else answering)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tandem.engines.base import Engine, LoraAdapter, ReportsChecksums, UnmappedWeights
+from tandem.engines.base import Engine, LoraAdapter, ReportsChecksums
 from tandem.lazy import torch
 from tandem.together import all_ended
 from tandem.transport.buckets import TensorEntry, manifest
 from tandem.transport.checksums import ChecksumCache, Shard, checksums
 from tandem.transport.daemon import on_daemon
-from tandem.weight_sync.verify.probe import Checksums, compare
+from tandem.weight_sync.verify.checksums import Checksums
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
     from tandem.transport.collective import Member
-
-log = logging.getLogger(__name__)
 
 
 class Trained:
@@ -150,24 +147,3 @@ class Trained:
                 lambda: self._stored.take(Shard(*each) for each in engine.as_stored(self.adapter()))
             )
         return sums, sums
-
-
-async def compare_frozen(engine: Engine, trained: Trained) -> None:
-    """Compare the weights that no publish carries, once for every start of the engine: nothing else would see them.
-
-    Args:
-        engine: compared only if it checksums its own bytes.
-        trained: the trainer's weights.
-
-    Raises:
-        StaleWeights, TornWeights: the engine holds others.
-    """
-    if not isinstance(engine, ReportsChecksums) or not engine.sums_bytes or not trained.frozen:
-        return
-    try:
-        sums = await engine.checksums("weights")
-    except UnmappedWeights as error:
-        log.warning("weights that are not trained are not compared, only probed: %s", str(error).splitlines()[0])
-        return
-    advice = "both must start from the same model in the same type"
-    compare(await trained.frozen_checksums(), sums, "weights that are not trained", advice)

@@ -1,4 +1,4 @@
-"""Verification that trainer and engine hold the same weights: checksums, and logprobs of a probe."""
+"""Verification that an engine samples by the published weights: logprobs of a probe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tandem.engines.base import PROBE_SAMPLES, Engine, ProbeResult
-from tandem.errors import StaleWeights, TornWeights
+from tandem.errors import StaleWeights
 from tandem.types import PolicyVersion
 from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComparison, Noise, likelihood, nearer, scale
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
-Checksums = Mapping[str, int]
-"""Checksum of each tensor by name, see ``transport/checksums.py``."""
 
 Rollouts = Sequence[Sequence[int]]
 """Token ids of rollouts, prompts included."""
@@ -44,27 +41,6 @@ TESTS = 8
 
 BEFORE, FIRST, BARE = "the version before", "the first version published", "the model without its adapter"
 """Other weights that an engine may sample from by mistake."""
-
-
-def differing(trainer_sums: Checksums, engine_sums: Checksums) -> list[str]:
-    """Names of the trainer's tensors that the engine holds otherwise, or not at all."""
-    return [name for name, value in trainer_sums.items() if engine_sums.get(name) != value]
-
-
-def compare(trainer_sums: Checksums, engines: Mapping[str, Checksums], what: str, what_follows: str) -> None:
-    """Compare the trainer's checksums with those of each engine's own bytes.
-
-    Raises:
-        StaleWeights: none of the tensors agree.
-        TornWeights: some do.
-    """
-    for name, engine_sums in engines.items():
-        if wrong := differing(trainer_sums, engine_sums):
-            kind = StaleWeights if len(wrong) == len(trainer_sums) else TornWeights
-            raise kind(
-                f"{len(wrong)} of {len(trainer_sums)} {what} differ between the trainer and {name}, first "
-                f"{wrong[0]!r}; {what_follows}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +206,7 @@ class Behaviour:
     def _doubt(self, readings: Sequence[ProbeReading], noise: Noise, chance: float) -> str:
         """Why answers cannot be those of these weights: chance alone gives such ones less often than ``chance``."""
         if not all(answer.finite for reading in readings for answer in reading.answers):
-            return "some of its logprobs are no numbers of nats, or there are too few of them"
+            return "some of its logprobs are not finite, or there are too few of them"
         for other, answer, other_logprobs in _hypotheses(readings):
             if (p := nearer(answer, other_logprobs, noise.scale)) < chance:
                 return f"it answers a probe as {other} does (chance below {max(p, 1e-300):.0e}), and samples from that"
