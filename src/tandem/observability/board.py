@@ -185,7 +185,9 @@ def dropped_lines(fields: Mapping[str, Json]) -> list[str]:
     count = fields["dropped"]
     head = f"step {fields['step']}: {count} group{'s' * (count > 1)} dropped so far: {reasons}{more}"
     head = f"WARNING {head}" if fields["warning"] else head
-    out = [head, "  there is nothing to learn from a group without different rewards: others are sampled for them"]
+    out = [head]
+    if any(reason.startswith("every") for reason in fields["why"]):
+        out.append("  there is nothing to learn from a group without different rewards: others are sampled for them")
     if "change" in fields:
         out.append(f"  change: {_clean(fields['change'])}")
     return out + answer_lines(fields["example"], "  an answer of theirs")
