@@ -81,7 +81,7 @@ ON_CUDA: dict[str, dict[str, Any]] = {
     "3b selective": {"shape": "qwen2.5-3b", "siblings": 32, "prompt": 256, "answer": 256,
                      "checkpointing": "selective"},
     "7b recomputed 8bit": {"shape": "qwen2.5-7b", "siblings": 32, "prompt": 256, "answer": 256,
-                           "checkpointing": "full", "optimizer": "adamw8bit"},
+                           "checkpointing": "full", "optimizer": ("adamw8bit", {})},
     "14b lora": {"shape": "qwen2.5-14b", "siblings": 16, "prompt": 256, "answer": 256, "trainable": LORA},
 }  # fmt: skip
 SMALL = {"shape": "tiny", "siblings": 2, "prompt": 24, "answer": 24}
