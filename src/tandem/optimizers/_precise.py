@@ -164,7 +164,7 @@ class TrainedWeight:
         _narrow.write_stochastically(flat[start : start + len(value)], value, keys, begins % PIECE)
 
     def held(self) -> dict[str, Tensor]:
-        """What keeps the weight precise, as state."""
+        """The state that keeps the weight precise, such as a float32 master."""
         return {} if self.own or self.master is None else {"master": self.master.detach()}
 
 

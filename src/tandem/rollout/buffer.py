@@ -10,7 +10,7 @@ of its own.
 With ``max_lag`` 0 tasks are admitted in waves: the next one starts when the last has been scored. What is sampled
 together then depends on nothing but the state, which is what makes a resumed run equal the run it continues. A wave is
 as large as it takes to fill the batch (``oversampling.py``). The groups admitted first are trained, however long their
-answers took, and the tasks of those that are over are played again in the next wave.
+answers took, and the tasks of surplus groups are played again in the next wave.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class RolloutBuffer:
     version: Callable[[], int]
     """Optimizer steps taken."""
     postprocess_rewards: PostprocessRewards
-    """Last word on a group's rewards."""
+    """Applied to a group's rewards before it is kept or dropped."""
     on_drop: Callable[[str, Group], None]
     """Called with a dropped group and why: zero_variance, stale or failed; surplus ones are only counted."""
     on_event: OnEvent = lambda name, fields: None
@@ -256,7 +256,7 @@ class RolloutBuffer:
 
     def _handed_out(self, entries: Sequence[Entry]) -> Batch:
         """A batch that is complete; its groups with signal may be trained again later."""
-        if self.ahead == 0:  # in the next batch what is over would be off-policy
+        if self.ahead == 0:  # in the next batch surplus groups would be off-policy
             if self._oversample == "keep":
                 entries = [entry for entry in self._entries if entry.state is EntryState.READY]
             for entry in [e for e in self._entries if e.state is EntryState.READY and e not in entries]:

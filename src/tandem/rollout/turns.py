@@ -51,7 +51,7 @@ def unrecorded_options(sampling: Sampling) -> dict[str, Json]:
 
 
 def differing(sampling: Sampling, options: Mapping[str, Json]) -> str | None:
-    """The first of ``OF_THE_RUN`` that is among the options and not ``own``'s; None: there is none.
+    """The first of ``OF_THE_RUN`` that is among the options and differs from ``sampling``; None: there is none.
 
     A value that is no number is no option; -1 is vLLM's word for a top_k that is off.
     """
@@ -69,7 +69,7 @@ def differing(sampling: Sampling, options: Mapping[str, Json]) -> str | None:
 def untrainable_option(sampling: Sampling, requested: Sampling) -> str | None:
     """The first option of a sampling by which its logprobs would not be those that training computes, if there is one.
 
-    ``own`` is the run's: what a turn records, and what only ends an answer, may be another.
+    ``sampling`` is the run's: what a turn records, and what only ends an answer, may be another.
     """
     if requested.temperature < COLDEST and requested.temperature != sampling.temperature:
         return "temperature"

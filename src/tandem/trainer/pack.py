@@ -144,7 +144,7 @@ class StepBatch:
     advantages: Mapping[str, float]
     """By rollout id; the mean over its tokens where the environment gave one for each."""
     num_loss_tokens: int
-    """Trained tokens, those of samples that are not computed for want of an advantage among them."""
+    """Trained tokens, including those of samples that are skipped since they have no advantage."""
     metrics: Mapping[str, Value] = field(default_factory=dict)
     """Lag, advantages and number of the batch's groups."""
     supervised: bool = False
@@ -226,8 +226,8 @@ class Packer:
         groups = self.credited(groups)
         by_rollout: dict[str, float] = {}
         samples: list[list[Sample]] = []
-        judged = [_penalised(group, penalties) for group in groups] if penalties else groups
-        for group, values in zip(groups, advantages(self.advantage, judged), strict=True):
+        adjusted = [_penalised(group, penalties) for group in groups] if penalties else groups
+        for group, values in zip(groups, advantages(self.advantage, adjusted), strict=True):
             siblings: list[Sample] = []
             for rollout, value in zip(group.scored, values, strict=True):
                 of_tokens = rollout.advantages

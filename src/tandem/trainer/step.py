@@ -146,7 +146,7 @@ class Step:
             again.append((await self.forward_backward(batch, old=first.old_logprobs)).metrics)
             queued.append(await self.work.every("apply", lr, most))
         if (reference := self.work.reference) is not None:
-            begins = step == self.warm_steps  # what the policy is to stay near is what the warm start has made
+            begins = step == self.warm_steps  # the reference is the policy at the end of the warm start
             if begins or (step > self.warm_steps and reference.due(step)):
                 await self.work.every("fold")
                 await self.work.every("begin" if begins else "move")
@@ -268,11 +268,11 @@ class LocalWork:
         if old is None:
             old = OldLogprobs(recomputed_logprobs_N=logprobs_N.detach(), ref_logprobs_N=ref_logprobs_N)
         metrics: dict[str, Value | Pending] = {**expert_load(routing.of(self.policy.causal))}
-        cost_N = -logprobs_N
+        loss_N = -logprobs_N
         if not micro.supervised:
-            cost_N, of_objective = self.objective(logprobs_N, micro.batch, old)
+            loss_N, of_objective = self.objective(logprobs_N, micro.batch, old)
             metrics |= of_objective
-        loss = (cost_N * micro.weights_N).sum()
+        loss = (loss_N * micro.weights_N).sum()
         loss.backward()
         self.reduce()
         metrics["loss"] = Pending(Sum, loss)
@@ -364,21 +364,21 @@ class Objective:
         )
 
     def __call__(self, logprobs_N: Tensor, batch: MicroBatch, old: OldLogprobs) -> tuple[Tensor, PendingMetrics]:
-        """What each token costs, float32 and differentiable, and the metrics of it."""
+        """The loss of each token, float32 and differentiable, and its metrics."""
         micro = self.informed(batch, old)
         output = self.loss(logprobs_N, micro)
         check_loss(self.loss, output, logprobs_N)
         metrics: dict[str, Value | Pending] = {**output.metrics, **mismatch(logprobs_N.detach(), micro)}
-        cost_N = output.loss_N
+        loss_N = output.loss_N
         if self.corrections:
             weights_N, of_corrections = self.weights(logprobs_N.detach(), micro)
-            cost_N = cost_N * weights_N
+            loss_N = loss_N * weights_N
             metrics |= of_corrections
         if self.reference is not None:
             penalty_N, kl_N = self.reference.divergence(logprobs_N, micro)
-            cost_N = cost_N + self.reference.beta * penalty_N
+            loss_N = loss_N + self.reference.beta * penalty_N
             metrics["kl_reference"] = Pending(Mean, kl_N.sum(), kl_N.numel())
-        return cost_N, metrics
+        return loss_N, metrics
 
     def informed(self, batch: MicroBatch, old: OldLogprobs) -> MicroBatch:
         """The micro-batch with old and reference logprobs; one that the sampler did not record is the policy's."""
@@ -429,7 +429,7 @@ def mismatch(logprobs_N: Tensor, micro: MicroBatch) -> PendingMetrics:
     kl_behavior estimates KL(behavior || policy) from the behaviour's own samples: the mean of r - 1 - log r, which is
     never negative (k3 of http://joschu.net/blog/kl-approx.html). ess is the effective sample size of the ratios as a
     share of the tokens: (sum r)^2 / (n sum r^2), 1 where all are alike. logprob/positive and /negative are the policy's
-    mean logprobs of tokens with positive and with negative advantage: training is to draw them apart.
+    mean logprobs of tokens with positive and with negative advantage: training should widen the gap.
     """
     n = logprobs_N.numel()
     if n == 0:
