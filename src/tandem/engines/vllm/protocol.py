@@ -35,7 +35,7 @@ TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 TopK = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 MinP = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Repetition = Annotated[float, msgspec.Meta(ge=0.01, le=100)]
-"""Logits are divided by it: by less, they are no numbers any more."""
+"""Logits are divided by it: by less, they overflow."""
 Penalty = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 Stops = Annotated[list[Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]], msgspec.Meta(max_length=256)]
 StopTokens = Annotated[list[Token], msgspec.Meta(max_length=4096)]

@@ -332,7 +332,7 @@ class WeightSyncSession(SyncContext):
         """
         if should_verify and not self._is_published:
             await compare_frozen(self.engine, self.trained)
-        # Wrong bytes that are sampled from leave keys and values that are no numbers, and those can be zeroed only
+        # Wrong bytes that are sampled from leave keys and values that are not finite, and those can be zeroed only
         # where no request is served meanwhile.
         asks_before = should_verify and self.sync.pause != "never"
         async with self._probed(ask=asks_before) as answering:
