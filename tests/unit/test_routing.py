@@ -6,7 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -17,18 +17,21 @@ from support.rollouts import make_group, make_rollout
 from torch import Tensor
 
 from tandem.algorithms.advantages.dr_grpo import DrGrpo
+from tandem.algorithms.losses.grpo import Grpo
 from tandem.engines.base import EngineRequirements
 from tandem.engines.embedded.spec import Embedded
 from tandem.engines.vllm.server.frontend import PartialCompletion, RequestRecord
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import ConfigError, EngineError
-from tandem.model import packing, routing
+from tandem.metrics import Sum
+from tandem.model import layers, packing, routing
 from tandem.model.attention import Packed, sequential_positions
 from tandem.model.policy import Compute, Policy
 from tandem.rollout.data_state import DataState, Draw
 from tandem.trainer.pack import Packer
 from tandem.trainer.ranks.work import of_plain, to_plain
 from tandem.trainer.state import TrainerState
+from tandem.trainer.step import LocalWork, Objective
 from tandem.types import Completion, PolicyVersion, Sampling
 
 PLAN = Packed(lengths=(6, 4, 5), parents=(None, 0, 0))
@@ -154,6 +157,74 @@ def test_experts_travel_from_the_embedded_engine_into_a_packed_row() -> None:
     assert load_RE is not None
     assert load_RE.sum(1).tolist() == [2.0 * len(micro.tokens_T)] * 4
     policy.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # the second is packed plainly
+def test_the_load_balancing_loss_is_transformers_own_of_each_token_once(name: str) -> None:
+    model, own = model_of(name), model_of(name)
+    own.set_attn_implementation("eager")
+    experts, gates = routing.of(model), routing.of(own)
+    function = routing.balance_function(type(own))
+    assert experts is not None
+    assert gates is not None
+    assert function is not None
+    experts.balance()
+    packing.hidden(model, TOKENS[None], torch.as_tensor(sequential_positions(PLAN))[None], PLAN)
+    loss = experts.balance_loss(model)
+    gradients = torch.autograd.grad(loss, [router.weight for router in experts.routers.values()])
+    rows = [TOKENS[:10], torch.cat([TOKENS[:6], TOKENS[10:]])]
+    logits = [own(input_ids=row[None], output_router_logits=True).router_logits for row in rows]
+    joined = tuple(torch.cat([first, second[6:]]) for first, second in zip(*logits, strict=True))
+    expected = function(joined, gates.num_experts, gates.top_k)
+    wanted = torch.autograd.grad(expected, [router.weight for router in gates.routers.values()])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for got, want in zip(gradients, wanted, strict=True):
+        assert (got - want).abs().max() < 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_step_adds_the_load_balancing_loss_by_each_micro_batch_share(checkpointing: Any) -> None:
+    model = model_of("qwen3_moe")
+    layers.tune(model, compile=False, checkpointing=checkpointing)
+    model.train()
+    experts = routing.of(model)
+    policy = Policy(model, SimpleNamespace(eos_token_id=None), name="", compute=Compute(1))
+    turns = [[((5, 6, 7, 8), (9, 10, 11), (-1.0,) * 3)], [((5, 6, 7, 8), (12, 13), (-1.0,) * 2)]]
+    group = make_group("g", [make_rollout(f"g/{i}", turn, float(i)) for i, turn in enumerate(turns)])
+    pack = Packer(
+        advantage=DrGrpo(), reduction="token", max_tokens=8, budget=7, mask_truncated=False, device=policy.device
+    )
+    batch = pack([group], version=0)
+    assert sorted(micro.share for micro in batch.micro) == [pytest.approx(5 / 11), pytest.approx(6 / 11)]
+    weights = [p for p in model.parameters() if p.requires_grad]
+    gradients, told = [], 0.0
+    for balance in (0.0, 0.5):
+        stepper: Any = SimpleNamespace(accumulate=lambda parameter: None)  # gradients stay, and add up
+        work = LocalWork(
+            policy=policy, objective=Objective(loss=Grpo()), stepper=stepper, sampling=Sampling(), balance=balance
+        )
+        model.zero_grad()
+        passed = asyncio.run(work.passed(batch, (), lambda: None))
+        gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in weights])
+        told = sum(cast(Sum, of["moe/aux_loss"]).value for of in passed.metrics if "moe/aux_loss" in of)
+    total = torch.zeros(())
+    for micro in batch.micro:
+        packing.hidden(model, micro.tokens_T[None], micro.positions_T[None], micro.plan)
+        assert experts is not None
+        total = total + micro.share * experts.balance_loss(model)
+    assert told == pytest.approx(total.item(), rel=1e-5)
+    of_loss = torch.autograd.grad(0.5 * total, weights, allow_unused=True, materialize_grads=True)
+    for without, with_it, own in zip(*gradients, of_loss, strict=True):
+        assert torch.allclose(with_it - without, own, rtol=1e-4, atol=1e-6 * float(with_it.abs().max()))
+    assert max(float(own.abs().max()) for own in of_loss) > 1e-5
+    policy.close()
+
+
+def test_a_model_without_a_load_balancing_loss_is_refused() -> None:
+    packing.check_balance(config_of("qwen3_moe"))
+    for name in ("llama", "deepseek_v3"):
+        with pytest.raises(ConfigError, match=f"router_aux_loss_coef: a {name} model has no load-balancing loss"):
+            packing.check_balance(config_of(name))
 
 
 def test_experts_of_another_model_are_refused() -> None:

@@ -188,11 +188,11 @@ class _RecipeCheck:
                 chosen.
         """
         from tandem.model.policy import load_config
-        from tandem.trainer.ranks.checks import check_model_heads, check_router_replay
+        from tandem.trainer.ranks.checks import check_model_heads, check_routers
 
         self._model = load_config(self._config.model)
         check_model_heads(self._config, self._model)
-        check_router_replay(self._config, self._model)
+        check_routers(self._config, self._model)
         self._planner = memory.Planner(self._config, self._model)
         counts = self._planner.modelled
         sizes = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"

@@ -104,6 +104,7 @@ def hidden(causal: Any, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> 
     """Last hidden states of packed or decoded tokens, (B, T, hidden size)."""
     model, experts = backbone(causal), routing.of(causal)
     if experts is not None:
+        experts.begin()
         experts.replay(_experts(plan))
     if is_tree(causal):
         out = model(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, plan=plan)
@@ -140,6 +141,17 @@ def check_replay(config: Any) -> None:
     raise ConfigError(f"router_replay: a {config.model_type} model's experts cannot be chosen: {why}; set it to false")
 
 
+def check_balance(config: Any) -> None:
+    """See that a model has routers and a load-balancing loss.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    model = causal_class(config).from_config(small(config), dtype=torch.float32)
+    if routing.of(model) is None or routing.balance_function(type(model)) is None:
+        raise ConfigError(f"router_aux_loss_coef: a {config.model_type} model has no load-balancing loss; set it to 0")
+
+
 def _experts(plan: Plan) -> Tensor | None:
     """The experts that a pass is told, of this rank's tokens."""
     if isinstance(plan, Packed):
@@ -172,7 +184,10 @@ def _unfolded(model: nn.Module, tokens_T: Tensor, plan: Packed, experts: Routing
         out = model(input_ids=tokens_T[places_BL], use_cache=False).last_hidden_state
         outs.append(out.flatten(0, 1))
         start, before = end, before + batch.size
-    return torch.cat(outs)[moved(place_T, tokens_T.device)]
+    places_T = moved(place_T, tokens_T.device)
+    if experts is not None:
+        experts.arrange(places_T)
+    return torch.cat(outs)[places_T]
 
 
 @dataclass(frozen=True, slots=True)

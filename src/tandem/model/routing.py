@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts: which experts a pass chose, and passes whose choice is the sampler's.
+"""Routers of a mixture of experts: which experts a pass chose, how evenly, and passes whose choice is the sampler's.
 
 Engine and trainer round differently, so that now and then they route a token to other experts, which changes its
 logprob by far more than rounding. A replayed pass takes the engine's choice: in the router's own forward ``torch.topk``
@@ -11,6 +11,7 @@ T counts the tokens of a pass, L the model's layers, K the experts of a token.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,9 @@ class Routing:
     replayed_TLK: Tensor | None = None
     """What passes choose from now on, int16; None: by themselves."""
     _chosen: dict[int, Tensor] = field(default_factory=dict)
+    _logits: dict[int, list[Tensor]] = field(default_factory=dict)
+    _balances: bool = False
+    _keeps: bool = False
     _is_wrapped: bool = False
 
     def __post_init__(self) -> None:
@@ -94,6 +98,43 @@ class Routing:
         chosen_RN = torch.stack([chosen_TK.flatten() for chosen_TK in self._chosen.values()])
         load_RE = torch.zeros(len(chosen_RN), self.num_experts, device=chosen_RN.device)
         return load_RE.scatter_add_(1, chosen_RN, torch.ones_like(chosen_RN, dtype=load_RE.dtype))
+
+    def balance(self) -> None:
+        """Have passes with gradients keep the logits that ``balance_loss`` reads."""
+        self._balances = True
+        for layer, router in self.routers.items():
+            router.register_forward_hook(self._keeping(layer))
+
+    def _keeping(self, layer: int) -> Callable[[nn.Module, Any, Any], None]:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def keep(_: nn.Module, __: Any, out: Any) -> None:
+            if self._keeps:
+                self._logits.setdefault(layer, []).append(out[0])
+
+        keeping: Callable[[nn.Module, Any, Any], None] = keep
+        return keeping
+
+    def begin(self) -> None:
+        """A pass begins: what is kept from now on is its own."""
+        self._logits.clear()
+        self._keeps = self._balances and torch.is_grad_enabled()
+
+    def arrange(self, place_T: Tensor) -> None:
+        """Put what batches kept in the order of a packed row: the place of each of its tokens among theirs."""
+        self._logits = {layer: [torch.cat(parts)[place_T]] for layer, parts in self._logits.items()}
+
+    def balance_loss(self, causal: Any) -> Tensor:
+        """The model's own load-balancing loss of the pass that was begun last, once and before its backward.
+
+        It is transformers' (Switch Transformer, arXiv 2101.03961, equations 4 to 6): num_experts times the sum over
+        experts of their share of choices times their mean probability, over the T tokens of all layers.
+        """
+        logits = tuple(torch.cat(parts) for parts in self._logits.values())
+        self._logits.clear()
+        self._keeps = False  # a layer that is computed again in backward is not counted again
+        function = balance_function(type(causal))
+        assert function is not None
+        return function(logits, self.num_experts, self.top_k)
 
     def rows(self, record: bytes) -> NDArray[np.int16]:
         """What an engine told of some tokens, (T, L, K).
@@ -149,3 +190,8 @@ def of(causal: Any) -> Routing | None:
         top_k: Any = next((router.top_k for router in routers.values()), 0)
         _OF[causal] = Routing(routers, layers, top_k, num_experts) if routers else None
     return _OF[causal]
+
+
+def balance_function(model: type) -> Callable[..., Tensor] | None:
+    """The load-balancing loss beside a class of transformers' models; None: it has none."""
+    return getattr(sys.modules[model.__module__], "load_balancing_loss_func", None)

@@ -102,7 +102,7 @@ async def _train(
     with waits.blocking("trainer", "its shape, prompts and memory", model_of(config), config.timeouts.wait_seconds):
         model = load_config(config.model)
         checks.check_model_heads(config, model)
-        checks.check_router_replay(config, model)
+        checks.check_routers(config, model)
         longest = environments.longest_prompt(config, model, tasks.get("train", {}))
         planner = memory.Planner(config, model, prompt_tokens=longest, resumed=resume)
         planner.plan(config).require()

@@ -131,6 +131,8 @@ class Micro:
     """Rollout id and number of trained tokens of each sample, in order."""
     supervised: bool = False
     """Its tokens are to become likely: cross entropy of the model's own distribution, not the objective."""
+    share: float = 1.0
+    """Of the step's computed tokens, those that are computed here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +307,8 @@ class Packer:
                 # The token at place ``at`` is predicted by the one before it.
                 predict += (places[i][groups[g][i].at - 1] for i in members)
             micros.append(self._tensors(row, taken, predict, computed, weigh))
+        num_tokens = sum(len(micro.tokens_T) for micro in micros)
+        micros = [replace(micro, share=len(micro.tokens_T) / num_tokens) for micro in micros]
         return tuple(micros), [load.cost for load in loads]
 
     def _tensors(

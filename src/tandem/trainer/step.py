@@ -198,7 +198,13 @@ class LocalWork:
     """Brings what the model computes with up to date with what the optimizer wrote."""
     tile: int | None = None
     """Most logits held at once; None: as fits the device."""
+    balance: float = 0.0
+    """What the load-balancing loss of a mixture of experts counts."""
     _hooked: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.balance and (experts := routing.of(self.policy.causal)) is not None:
+            experts.balance()
 
     @classmethod
     def of(
@@ -212,6 +218,7 @@ class LocalWork:
             sampling=config.sampling,
             reference=reference,
             fold=lambda: config.trainable.fold(policy.model),
+            balance=config.router_aux_loss_coef,
             **of_ranks,
         )
 
@@ -273,6 +280,10 @@ class LocalWork:
             loss_N, of_objective = self.objective(logprobs_N, micro.batch, old)
             metrics |= of_objective
         loss = (loss_N * micro.weights_N).sum()
+        if self.balance and (experts := routing.of(self.policy.causal)) is not None:
+            aux_loss = experts.balance_loss(self.policy.causal)
+            loss = loss + self.balance * micro.share * aux_loss
+            metrics["moe/aux_loss"] = Pending(Sum, aux_loss.detach() * micro.share)
         loss.backward()
         self.reduce()
         metrics["loss"] = Pending(Sum, loss)

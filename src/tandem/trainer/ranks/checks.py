@@ -166,12 +166,18 @@ def check_model_heads(config: RunConfig, model_config: Any) -> None:
     check_heads(query_heads, key_heads, workers, option="engine.tensor_parallel_size")
 
 
-def check_router_replay(config: RunConfig, model_config: Any) -> None:
+def check_routers(config: RunConfig, model_config: Any) -> None:
     """Refuse ``router_replay`` of a model whose experts cannot be chosen, or in a way that loses the choice.
+
+    And ``router_aux_loss_coef`` of one without that loss.
 
     Raises:
         ConfigError: says why, and what would do.
     """
+    if config.router_aux_loss_coef:
+        if config.distributed.context_parallel > 1:
+            raise ConfigError("router_aux_loss_coef is of whole sequences; set distributed.context_parallel: 1")
+        packing.check_balance(model_config)
     if not config.router_replay:
         return
     packing.check_replay(model_config)
