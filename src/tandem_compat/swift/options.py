@@ -108,6 +108,7 @@ _LEARNING: tuple[ForeignOption, ...] = (
     becomes("kl_in_reward", "truth", "reference.in_reward; default: false for grpo, else true", where="beta"),
     becomes("off_policy_sequence_mask_delta", "number", "corrections: opsm with this threshold"),
     becomes("sequence_parallel_size", "count", "distributed.context_parallel", 1),
+    copied("router_aux_loss_coef", "number", "router_aux_loss_coef", 0.0),
     becomes("loss_scale", "text", "nothing: last_round or default; either trains every sampled token", "last_round",
         choices=("last_round", "default")),
     refused("top_entropy_quantile", "number", "every sampled token is trained", 1.0),
