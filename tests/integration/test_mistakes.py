@@ -139,7 +139,10 @@ def test_one_long_prompt_met_later_costs_its_group_and_not_the_run(train: Train)
     assert "Traceback" not in stderr
     assert "the context is 128; shorten it" in stderr
     events = [json.loads(line) for line in Path("runs/a/events.jsonl").read_text().splitlines()]
-    assert [e["reason"] for e in events if e["event"] == "group_dropped"] == ["failed"]
+    (dropped,) = [e for e in events if e["event"] == "group_dropped"]
+    assert dropped["reason"] == "failed"
+    assert 1 <= dropped["step"] <= 30
+    assert "shorten it" in dropped["error"]
 
 
 def test_run_that_exists_already(train: Train) -> None:

@@ -52,7 +52,8 @@ class DroppedGroups:
         self._last.append((reason, group))
         self._why[why(reason, group)] += 1
         rewards: Json = [rollout.reward for rollout in group.rollouts]
-        self.telemetry.event("group_dropped", reason=reason, group=group.id, rewards=rewards)
+        error = next((rollout.error for rollout in group.rollouts if rollout.error), None)
+        self.telemetry.event("group_dropped", step=step, reason=reason, group=group.id, rewards=rewards, error=error)
         count = self._why.total()
         warns = count == WARN * self.groups_per_step
         kind = self._why.most_common(1)[0][0] if warns else ""
