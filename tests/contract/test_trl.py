@@ -101,8 +101,8 @@ def test_loss_gradient_and_metrics(entry: dict[str, Any]) -> None:
     ours = objective(entry["options"])
     logprobs = flat("policy").requires_grad_()
     known = OldLogprobs(recomputed_logprobs_N=flat("old"), ref_logprobs_N=flat("reference") if ours.reference else None)
-    cost_N, metrics = ours(logprobs, batch(), known)
-    loss = (cost_N * weights(ours.loss.reduction)).sum()
+    loss_N, metrics = ours(logprobs, batch(), known)
+    loss = (loss_N * weights(ours.loss.reduction)).sum()
     loss.backward()
     assert logprobs.grad is not None
     assert loss.item() == pytest.approx(entry["loss"], rel=1e-5, abs=1e-6)

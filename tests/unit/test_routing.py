@@ -197,7 +197,7 @@ def test_a_step_adds_the_load_balancing_loss_by_each_micro_batch_share(checkpoin
     batch = pack([group], version=0)
     assert sorted(micro.share for micro in batch.micro) == [pytest.approx(5 / 11), pytest.approx(6 / 11)]
     weights = [p for p in model.parameters() if p.requires_grad]
-    gradients, told = [], 0.0
+    gradients, metric = [], 0.0
     for balance in (0.0, 0.5):
         stepper: Any = SimpleNamespace(accumulate=lambda parameter: None)  # gradients stay, and add up
         work = LocalWork(
@@ -206,13 +206,13 @@ def test_a_step_adds_the_load_balancing_loss_by_each_micro_batch_share(checkpoin
         model.zero_grad()
         passed = asyncio.run(work.passed(batch, (), lambda: None))
         gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in weights])
-        told = sum(cast(Sum, of["moe/aux_loss"]).value for of in passed.metrics if "moe/aux_loss" in of)
+        metric = sum(cast(Sum, of["moe/aux_loss"]).value for of in passed.metrics if "moe/aux_loss" in of)
     total = torch.zeros(())
     for micro in batch.micro:
         packing.hidden(model, micro.tokens_T[None], micro.positions_T[None], micro.plan)
         assert experts is not None
         total = total + micro.share * experts.balance_loss(model)
-    assert told == pytest.approx(total.item(), rel=1e-5)
+    assert metric == pytest.approx(total.item(), rel=1e-5)
     of_loss = torch.autograd.grad(0.5 * total, weights, allow_unused=True, materialize_grads=True)
     for without, with_it, own in zip(*gradients, of_loss, strict=True):
         assert torch.allclose(with_it - without, own, rtol=1e-4, atol=1e-6 * float(with_it.abs().max()))

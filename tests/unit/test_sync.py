@@ -262,8 +262,8 @@ def test_an_engine_at_another_temperature_is_stale(policy: Policy, tiny_model: P
     tokens = policy.tokenizer.encode(PROBE)[:128]
     with torch.no_grad():
         warm = logprobs_of(reference(tiny_model), tokens[:1], tokens[1:], Sampling(temperature=1.02)).tolist()
-    said = refused(policy, Shared(), StaleWeights, scored=lambda logprobs: warm[: len(logprobs)])
-    assert "differ from the trainer's by" in said
+    message = refused(policy, Shared(), StaleWeights, scored=lambda logprobs: warm[: len(logprobs)])
+    assert "differ from the trainer's by" in message
 
 
 def test_an_engine_that_samples_from_older_weights_is_stale(policy: Policy) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tandem.engines.base import Engine, ReportsChecksums, UnmappedWeights
 from tandem.errors import StaleWeights, TornWeights
-
-if TYPE_CHECKING:
-    from tandem.weight_sync.transaction.trained import Trained
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +36,12 @@ def compare_checksums(trainer_sums: Checksums, engines: Mapping[str, Checksums],
             )
 
 
-async def compare_frozen(engine: Engine, trained: Trained) -> None:
+async def compare_frozen(engine: Engine, trained: Any) -> None:
     """Compare the weights that no publish carries, once for every start of the engine: nothing else would see them.
 
     Args:
         engine: compared only if it checksums its own bytes.
-        trained: the trainer's weights.
+        trained: the session's ``Trained``.
 
     Raises:
         StaleWeights, TornWeights: the engine holds others.
