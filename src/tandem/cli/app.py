@@ -47,7 +47,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", help="Its version.", callback=_version, is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show an error's traceback; or TANDEM_DEBUG=1.")] = False,
 ) -> None:
     """Options of every verb; ``main`` reads --debug, wherever it stands."""
@@ -58,7 +60,9 @@ def train(
     target: Target,
     overrides: Overrides = None,
     show: Show = False,
-    launcher: Annotated[Literal["ray"] | None, typer.Option(help="Start the ranks on a Ray cluster.")] = None,
+    launcher: Annotated[
+        Literal["ray"] | None, typer.Option(help="Start the ranks on a Ray cluster (pip install ray).")
+    ] = None,
 ) -> None:
     """Train by a recipe or an Axolotl file, or resume a run by its folder.
 
@@ -84,8 +88,8 @@ def sft(target: Target, overrides: Overrides = None, show: Show = False) -> None
 def check(
     recipe: Recipe,
     overrides: Overrides = None,
-    tasks: Annotated[int, typer.Option(min=1, help="Tasks whose gold answer and prompt are looked at.")] = 64,
-    sample: Annotated[int, typer.Option(metavar="N", min=0, help="Also play N groups: how many have signal.")] = 0,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks whose gold answer is graded, and prompt measured.")] = 64,
+    sample: Annotated[int, typer.Option(metavar="N", min=0, help="Also load the model and play N groups.")] = 0,
     attack: Annotated[bool, typer.Option("--attack", help="Also grade wrong answers that may pay.")] = False,
 ) -> None:
     """Find what would go wrong, before loading weights.
@@ -163,7 +167,7 @@ def runs(folder: Folder = Path("runs")) -> None:
 @app.command()
 def watch(
     folder: Folder = Path("runs"),
-    host: Annotated[str, typer.Option(help="Address; one that others reach has a key, as printed.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address; where others reach it, a key is printed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: a free one.")] = 8760,
 ) -> None:
     """Show all runs of a folder, and comparisons of them, on a live page until Ctrl-C."""
@@ -196,7 +200,9 @@ def evaluate(
     target: Annotated[Path, typer.Argument(metavar="RUN|RECIPE|MODEL", help="A run, a recipe or a model's folder.")],
     overrides: Overrides = None,
     step: Step = None,
-    on: Annotated[str, typer.Option(metavar="TASK,...", help="lm-eval's, such as gsm8k,math500,ifeval.")] = "",
+    on: Annotated[
+        str, typer.Option(metavar="TASK,...", help="Benchmarks of lm-eval, such as gsm8k,math500,ifeval.")
+    ] = "",
 ) -> None:
     """Measure mean@k and pass@k on held-out tasks, or on public benchmarks before and after training.
 
@@ -236,7 +242,9 @@ def show(
 @app.command()
 def mismatch(
     run: Run,
-    step: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: the last recorded.")] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Step to look at; default: the last recorded.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how far the trainer's logprobs are from the engine's.

@@ -122,7 +122,8 @@ class RunConfig:
     """Of a mixture of experts: train each token on the experts that the engine routed it to, not on those that the
     trainer's rounding would choose; lowers the mismatch of logprobs."""
     router_aux_loss_coef: float = bounded(0.0, least=0)
-    """Of a mixture of experts: this times the model's own load-balancing loss is added to the loss."""
+    """Of a mixture of experts: this times the model's own load-balancing loss is added, of each micro-batch by its
+    share of the step's tokens."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the model's layers for the training pass: auto where they run on CUDA and the machine has a compiler."""
     checkpointing: Literal["none", "selective", "full"] = "none"
