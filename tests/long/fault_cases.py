@@ -504,6 +504,7 @@ CAUGHT: tuple[tuple[str, str], ...] = (
     ("weights that are not trained differ", "checksum"),
     ("nats", "probe"),
     ("answers a probe as", "probe"),
+    ("logprobs are not finite", "probe"),
     ("never resumed", "deadline"),
     ("waited", "deadline"),
     ("nobody says whose", "version"),

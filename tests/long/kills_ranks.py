@@ -41,6 +41,8 @@ BOUNDARIES = (
 """Where a rank is lost: before its part of it, or after that, when no other knows of it yet."""
 IN_STEPS = ("micros", "apply", "save")
 """Boundaries that come in every step: ranks are lost in the second."""
+UNCONNECTED = ("start", "join")
+"""Boundaries before a rank has connected: a stop there is named only when the deadline of the start has passed."""
 HOWS = (signal.SIGKILL, signal.SIGSTOP)
 ENDED = (5, 6, 10, 13)
 """Exit codes of a run that ends by an engine, a publish, a deadline or a rank."""
@@ -85,6 +87,8 @@ def losses(ranks: int, *, apart: int) -> Iterator[Loss]:
         for place, boundary in enumerate(BOUNDARIES):
             rank = (place + turn) % ranks
             how = HOWS[(place // ranks + turn // ranks + turn % ranks) % 2]
+            if boundary in UNCONNECTED:
+                how = signal.SIGKILL
             if boundary != "start" or rank:  # the lead has no other ranks before it starts them
                 yield Loss(kind="rank", number=rank, how=how, boundary=boundary)
             if others:

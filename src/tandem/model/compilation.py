@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sysconfig
+import traceback
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
@@ -83,7 +84,8 @@ def forgiving(backend: str, part: str) -> Callable[..., Any]:
         try:
             return make(graph, inputs, **options)
         except Exception as error:
-            log.warning("%s cannot be compiled and runs uncompiled, slower: %s", part, str(error).strip()[-200:])
+            reason = traceback.format_exception_only(error)[-1].strip().rpartition("\n")[2]
+            log.warning("%s cannot be compiled and runs uncompiled, slower: %s", part, reason)
             return graph.forward
 
     return compile_or_run
