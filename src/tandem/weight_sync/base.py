@@ -92,7 +92,7 @@ class WeightSync(Bounded, ABC):
     """Publishes between two verifications; the first publish of a run is always verified."""
     tolerance: float = bounded(0.0)
     """Largest rounding error of a logit between engine and trainer, nats, as the standard deviation over a probe's
-    tokens; 0 means 0.3 for weights narrower than float32 and, for those, 0.02 on a GPU and 0.001 on a CPU."""
+    tokens; 0 means 0.3 for weights narrower than float32; for float32 0.02 on a GPU and 0.001 on a CPU."""
 
     @property
     def behind(self) -> int:

@@ -71,23 +71,24 @@ def _lines(live: CertifiedPolicy) -> Iterator[CertificateLine]:
     if live.exact.kind not in oracle.TRAINABLES:
         unknown.append(f"trainable {live.exact.kind}")
     expected = [] if unknown else oracle.gradients(live.exact, live.placed, [(1, groups)], known)
-    slack = 1.0
-    if expected and distance(base, expected) > EXACT / 4:
-        slack = max(slack, _rounding(live, groups, known, expected))
+    off = distance(base, expected) if expected else 0.0
+    slack = max(1.0, _rounding(live, groups, known, expected)) if off > EXACT / 4 else 1.0
+    # Two results that rounding puts so far from float64 may be twice as far from one another.
+    same = max(SAME * slack, min(2 * off, EXACT / 2))
     for name, variation in VARIATIONS.items():
         try:
             figures = [distance(each, base) for each in variation(live, pack, groups)]
         except ConfigError as error:
             yield skipped(name, str(error))
             continue
-        yield judged(name, figures, SAME * slack, "the recipe's own way", f"{len(figures)} ways")
+        yield judged(name, figures, same, "the recipe's own way", f"{len(figures)} ways")
     if unknown:
         yield skipped(FORMULAS, f"no formula is known here for {', '.join(unknown)}")
     else:
         others = sorted(frozenset(base[0]) ^ live.exact.names)
         note = f"first of {len(others)}: {others[0]}" if others else ""
         yield judged("weights that are trained", [len(others)], 0.0, "the recipe", note)
-        yield judged(FORMULAS, [distance(base, expected)], EXACT * slack, "float64, one sequence at a time")
+        yield judged(FORMULAS, [off], EXACT * slack, "float64, one sequence at a time")
         if known.reference is not None:
             yield _followed(live, pack, groups, known, slack)
     yield from optimizer.lines(live, base[0], EXACT * slack)
