@@ -26,9 +26,7 @@ SMALL = 4096
 class ByteMoments(PreciseStepper):
     """AdamW8bit bound to parameters."""
 
-    def __init__(self, options: Adam, weights: Sequence[TrainedWeight]):
-        self._options = options
-        super().__init__(weights)
+    _options: Adam
 
     def fresh(self, weight: TrainedWeight) -> dict[str, Tensor]:
         """Codes and scales of 0: whatever a code stands for, 0 times it is 0."""
@@ -48,12 +46,11 @@ class ByteMoments(PreciseStepper):
         for weight in weights:
             state, device = self.states[weight], weight.gradient.device
             state["step"] += 1
-            known = numbers.get((weight.steps, device))
-            if known is None:
-                known = numbers[weight.steps, device] = self._numbers(weight.steps, lr, weight.gradient)
+            if (key := (weight.steps, device)) not in numbers:
+                numbers[key] = self._numbers(weight.steps, lr, weight.gradient)
             size = LARGE_PIECE if device.type == "cuda" else 0
             for value, grad, at in weight.pieces(size, clip=clip):
-                self._piece(value, grad, state, at, known)
+                self._piece(value, grad, state, at, numbers[key])
 
     def _numbers(self, steps: int, lr: float, like: Tensor) -> _Numbers:
         options = self._options

@@ -181,7 +181,7 @@ class WorkerExtension:
     def tandem_adapter_checksums(self, lora_id: int, names: list[str], config: str) -> dict[str, str]:
         """Checksums of what an adapter's slot really holds; ``names`` are given for one that vLLM loaded itself."""
         adapters = self._tandem_in_place()
-        parts = list(adapters.loaded(lora_id, names, json.loads(config)) if names else adapters.stored(lora_id))
+        parts = adapters.loaded(lora_id, names, json.loads(config)) if names else adapters.stored(lora_id)
         shards = (Shard(_part(part.name, part.first), part.tensor, part.first) for part in parts)
         # By the slot's address: there are few slots, and many versions by name come and go in them.
         sums: dict[int, ChecksumCache] = self.__dict__.setdefault("_tandem_sums", {})
