@@ -12,8 +12,7 @@ import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -57,8 +56,7 @@ _LARGEST = {
 """What is cut in the copy, beside its layers and the widths of its perceptrons."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """How a model is computed."""
 
     packing: Literal["tree", "plain"]
@@ -190,8 +188,7 @@ def _unfolded(model: nn.Module, tokens_T: Tensor, plan: Packed, experts: Routing
     return torch.cat(outs)[places_T]
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Relative distances of a small copy's logits and gradient from those of one sequence at a time, or what failed."""
 
     tree: float | str
