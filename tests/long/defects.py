@@ -545,7 +545,7 @@ EDITED = (
         "tests/unit/test_embedded.py tests/contract/test_engines.py"),
     edit("an answer is one token long", "tandem/engines/embedded/engine.py", "len(request.tokens) >= request.limit",
         "len(request.tokens) > request.limit", "tests/unit/test_embedded.py tests/contract/test_engines.py"),
-    edit("token ids above the vocabulary pass", "tandem/engines/vllm/server/limits.py",
+    edit("token ids above the vocabulary pass", "tandem/engines/vllm/server/admission.py",
         "<= max(tokens) < self.vocabulary", "<= max(tokens) <= self.vocabulary", "tests/unit/test_vllm_limits.py"),
     edit("a pause's lease is not renewed", "tandem/engines/vllm/server/frontend.py", "self.hold()\n        loop, self",
         "if self.runs:\n            return\n        loop, self", "tests/unit/test_vllm_lease.py"),

@@ -327,9 +327,9 @@ def test_what_vllm_loaded_from_a_file_is_read_back_by_name(world: int) -> None:
 def test_an_adapter_of_another_rank_in_the_same_slot_is_summed_as_it_is() -> None:
     """As the next trainer's is on an engine that outlives a run."""
     worker = WorkerExtension()
-    worker._tandem_adapters, _ = engine()  # type: ignore[attr-defined]
+    worker._tandem_adapters, _ = engine()
     for rank in (4, 6, 2):
-        worker._tandem_in_place().put(7, CONFIG | {"r": rank}, adapter(rank=rank))
+        worker._tandem_adapters.put(7, CONFIG | {"r": rank}, adapter(rank=rank))
         sums = joined("the engine", [worker.tandem_adapter_checksums(7, [], "{}")])
         assert sums == checksums(expected(adapter(rank=rank), 10 / rank).items())
         worker.tandem_forget(7)
@@ -337,7 +337,7 @@ def test_an_adapter_of_another_rank_in_the_same_slot_is_summed_as_it_is() -> Non
 
 def test_what_sums_versions_by_name_is_kept_for_each_slot_and_not_for_each_version() -> None:
     worker, names = WorkerExtension(), list(adapter(name=""))
-    worker._tandem_adapters, manager = engine()  # type: ignore[attr-defined]
+    worker._tandem_adapters, manager = engine()
     for version in range(6):
         manager.lora_index_to_id = [2 * version, 2 * version + 1]
         for lora_id in manager.lora_index_to_id:

@@ -32,7 +32,7 @@ from tandem.engines.vllm.client.fleet import Fleet, Launch
 from tandem.engines.vllm.client.http import EngineServer
 from tandem.engines.vllm.client.process import has_vllm
 from tandem.engines.vllm.client.urls import UrlServer
-from tandem.engines.vllm.server.places import PROBES
+from tandem.engines.vllm.server.admission import PROBES
 from tandem.engines.vllm.speedups import AT_ONCE, FEW
 from tandem.errors import ConfigError, bounded, check_bounds
 from tandem.machine import cores

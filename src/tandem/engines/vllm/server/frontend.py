@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from tandem.engines.vllm.protocol import IN_PLACE, Refusal
-from tandem.engines.vllm.server.places import PROBES, Places
+from tandem.engines.vllm.server.admission import PROBES, Places
 from tandem.engines.vllm.speedups import PIECES_KEY, PrefillRoom, Scheduler
 from tandem.types import UNKNOWN_VERSION
 

@@ -17,9 +17,9 @@ import msgspec
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.protocol import Refusal, parsed
 from tandem.engines.vllm.server.adapters import Adapters
+from tandem.engines.vllm.server.admission import EngineLimits
 from tandem.engines.vllm.server.asgi import Receive, Scope, Send, answer, authorise, disconnected, read, refuse, unless
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
-from tandem.engines.vllm.server.limits import EngineLimits
 from tandem.engines.vllm.server.many import ManyAnswers
 from tandem.engines.vllm.server.receiver import Receiver
 from tandem.engines.vllm.server.stock import Stock
