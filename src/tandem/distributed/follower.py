@@ -58,10 +58,8 @@ class Follower:
         lost = asyncio.ensure_future(lead_lost(os.environ))
         try:
             if (channel := await unless(lost, connect())) is None:
-                raise RankError(
-                    f"rank {placement.rank} on {socket.gethostname()} ends before it has connected, for it lost the "
-                    f"lead, rank 0: {await lost}"
-                )
+                who = f"rank {placement.rank} on {socket.gethostname()}"
+                raise RankError(f"{who} ends before it has connected, for it lost the lead, rank 0: {await lost}")
             return cls(placement, rendezvous, channel)
         finally:
             lost.cancel()

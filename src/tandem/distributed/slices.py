@@ -100,10 +100,8 @@ def shard_dimension(name: str, shape: Sequence[int], ranks: int) -> int:
         ConfigError: the tensor cannot be cut; its message names it.
     """
     if len(shape) not in (1, 2):
-        raise ConfigError(
-            f"distributed.shard: weights cuts vectors and matrices, and {name} has {len(shape)} dimensions, as "
-            "experts and convolutions have; use distributed.shard: states"
-        )
+        what = f"{name} has {len(shape)} dimensions, as experts and convolutions have"
+        raise ConfigError(f"distributed.shard: weights cuts vectors and matrices, and {what}; use shard: states")
     if len(shape) == 1 or name.split(".")[-2:][0] not in ROW_PARALLEL:
         return 0
     if shape[1] % ranks:

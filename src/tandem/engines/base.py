@@ -246,8 +246,7 @@ class Engine(ABC):
         room = self.context - len(prompt)
         if not prompt or room < 1:
             raise EngineError(
-                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}; shorten the prompt "
-                "or raise context"
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}; raise it"
             )
         return room
 

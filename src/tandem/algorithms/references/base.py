@@ -145,9 +145,6 @@ class ReferenceWeights:
             return
         shapes = {name: (weight.shape, weight.dtype) for name, weight in self._own.items()}
         if shapes != {name: (stored.shape, stored.dtype) for name, stored in state.items()}:
-            raise CheckpointError(
-                "the reference that was saved is of other weights than the policy; resume with the recipe that the "
-                "checkpoint was made with"
-            )
+            raise CheckpointError("the saved reference is of other weights; resume with the checkpoint's recipe")
         self._own = {name: stored.to(self._live[name].device) for name, stored in state.items()}
         self._moved = True

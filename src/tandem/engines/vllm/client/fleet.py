@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -94,7 +95,7 @@ class Fleet:
         self.options = options
         self.requirements = requirements
         self._restarts = 0
-        self._starts, self._first, self._every = 0, first, every
+        self._first, self._numbers = first, itertools.count(first, every)
         self._recovering = asyncio.Lock()
         self.closed = False
 
@@ -194,9 +195,8 @@ class Fleet:
         launch, server = self._launch, self.servers[index]
         assert launch is not None
         sharing.remove_orphans()  # shared memory of an engine that was killed stays until it is removed
-        number, self._starts = self._first + self._starts * self._every, self._starts + 1
         process = server.process = EngineProcess.start(
-            launch.command(self._loadable(), urlsplit(server.url).port or 0, number),
+            launch.command(self._loadable(), urlsplit(server.url).port or 0, next(self._numbers)),
             launch.environment(index, server.key),
             launch.log / f"engine-{self._first + index}.log",
         )

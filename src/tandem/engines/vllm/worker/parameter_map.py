@@ -101,6 +101,7 @@ def tensors_of(name: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[s
         EngineError: this environment's transformers does not know the model.
     """
     from transformers import AutoConfig
+    from transformers.core_model_loading import revert_weight_conversion
 
     from tandem.model.packing import causal_class
 
@@ -111,19 +112,9 @@ def tensors_of(name: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[s
         with torch.no_grad(), _Views():  # type: ignore[no-untyped-call]
             weights = {key: parameter.detach() for key, parameter in model.named_parameters()}
             buffers = {k: v for k, v in model.state_dict().items() if k in dict(model.named_buffers())}
-            return weights, _as_stored(model, weights | buffers)
+            return weights, revert_weight_conversion(model, weights | buffers)
     except (OSError, ValueError, ConfigError) as error:
         raise EngineError(f"the engine's transformers cannot make the trainer's model: {error}; {RESTART}") from error
-
-
-def _as_stored(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model's tensors under the names that a checkpoint has."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before 5.0 there is no difference
-        return tensors
-    stored: dict[str, Tensor] = revert_weight_conversion(model, tensors)
-    return stored
 
 
 def recorded(
