@@ -96,7 +96,8 @@ class _Moment(NamedTuple):
 def _moment(state: dict[str, Tensor], moment: str, at: slice) -> _Moment:
     codes_n = state[f"{moment}.codes"][at]
     tables = {"signed": moment == "exp_avg", "device": codes_n.device}
-    return _Moment(codes_n, state[f"{moment}.scales"][_blocks(at)], _book(**tables), _nearest(**tables))
+    blocks = slice(at.start // BLOCK, math.ceil(at.stop / BLOCK))  # a piece begins at the first element of a block
+    return _Moment(codes_n, state[f"{moment}.scales"][blocks], _book(**tables), _nearest(**tables))
 
 
 def _advance(value: Tensor, grad: Tensor, avg: _Moment, avg_sq: _Moment, numbers: _Numbers) -> None:
@@ -141,25 +142,17 @@ def _write(moments: _Moment, value: Tensor) -> None:
     blocks = _in_blocks(value)
     scales = blocks.abs().amax(1)
     shares = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-    codes = moments.nearest.index_select(0, _cells(shares.view(-1)))
+    # A cell is the upper 20 bits of float32 numbers: sign, exponent and 11 bits of mantissa.
+    cells = (shares.view(-1).view(torch.int32) >> 12).bitwise_and_(0xFFFFF)
+    codes = moments.nearest.index_select(0, cells)
     moments.codes_n.copy_(codes[: len(value)])
     moments.scales_b.copy_(scales)
-
-
-def _blocks(at: slice) -> slice:
-    """Scales of a piece, which begins at the first element of a block."""
-    return slice(at.start // BLOCK, math.ceil(at.stop / BLOCK))
 
 
 def _in_blocks(flat: Tensor) -> Tensor:
     """One row for each block; the last is filled up with zeros."""
     short = -len(flat) % BLOCK
     return (pad(flat, (0, short)) if short else flat).view(-1, BLOCK)
-
-
-def _cells(shares: Tensor) -> Tensor:
-    """The upper 20 bits of float32 numbers: sign, exponent and 11 bits of mantissa."""
-    return (shares.view(torch.int32) >> 12).bitwise_and_(0xFFFFF)
 
 
 @cache

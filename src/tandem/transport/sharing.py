@@ -258,7 +258,8 @@ def attach(description: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
         file = open_file(description) if description["kind"] == "host" else None
         for name, entry in description["tensors"].items():
-            offset = _storage_offset(entry)
+            # Bytes from the start of the allocation or file; Atropos writes it under a longer name.
+            offset = int(entry["storage_offset_orig"] if "storage_offset_orig" in entry else entry["storage_offset"])
             key = entry.get("ipc_handle_b64"), offset
             if key not in storages:
                 storage = open_storage(entry, offset) if file is None else _mapped(name, file, entry, offset)
@@ -290,11 +291,6 @@ def _layout(tensor: Tensor) -> dict[str, Any]:
         "stride": list(tensor.stride()),
         "dtype": str(tensor.dtype),
     }
-
-
-def _storage_offset(entry: Mapping[str, Any]) -> int:
-    """Bytes from the start of the allocation or file; Atropos writes it under a longer name."""
-    return int(entry["storage_offset_orig"] if "storage_offset_orig" in entry else entry["storage_offset"])
 
 
 def _mapped(name: str, file: mmap.mmap, entry: Mapping[str, Any], offset: int) -> torch.UntypedStorage:

@@ -218,10 +218,6 @@ class Scheduler:
         batched = config.scheduler_config.max_num_batched_tokens
         return PrefillRoom(batched - PROBE_TOKENS, config.cache_config.block_size if cached else None)
 
-    async def go_on(self) -> None:
-        """Sample again."""
-        await self._client.resume_generation()
-
     @property
     def counting(self) -> bool:
         """vLLM's own record of requests in flight counts their tokens, and is where it is known to be."""

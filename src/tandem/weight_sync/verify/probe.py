@@ -150,7 +150,9 @@ class Behaviour:
                     raise StaleWeights(self._refusal(version, doubt, noise, [reading, *again]))
                 new += chain.from_iterable(reading.answers for reading in again)
             noise.learn(new)
-        self._remember(readings[0])
+        # What these weights say of the probe, to tell later ones from them.
+        self._known[BEFORE] = readings[0].scored.trainer[: len(self.tokens) - 1]
+        self._known.setdefault(FIRST, self._known[BEFORE])
         return max(answer.worst() for reading in readings for answer in reading.answers)
 
     def _text(self, engine: Engine) -> list[int]:
@@ -161,11 +163,6 @@ class Behaviour:
         short = max(1, min(SHORT, engine.context - PROBE_SAMPLES))
         self.tokens = text[: LONG if routed and room >= LONG else short]
         return text[: max(len(self.tokens), min(MEASURED, room))]
-
-    def _remember(self, reading: ProbeReading) -> None:
-        """Keep what these weights say of the probe, to tell later ones from them."""
-        self._known[BEFORE] = reading.scored.trainer[: len(self.tokens) - 1]
-        self._known.setdefault(FIRST, self._known[BEFORE])
 
     async def _again(self, engine: Engine, index: int, doubted: ProbeReading) -> list[ProbeReading]:
         """More answers of an engine whose answer is in doubt."""

@@ -246,7 +246,11 @@ class VllmEngine(Engine):
             self._same(server, answer["engine"])
         self._version = version
         if self._pending is not None:
-            await self._forget_old()
+            # Versions that no request can need any more; one still in use is tried again next time.
+            for name in self._swapped[: -self._requirements.versions]:
+                answers = await self.fleet.all("/lora/unload", wire.UnloadAdapter(adapter_name=name, unless_used=True))
+                if all(name in answer["unloaded"] for answer in answers):
+                    self._swapped.remove(name)
         self._pending = None
 
     def accept_requests_for(self, step: int) -> bool:
@@ -357,13 +361,6 @@ class VllmEngine(Engine):
         await self.fleet.all("/lora/load", request)
         self._adapter, self._pending = adapter, name
         self._swapped.append(name)
-
-    async def _forget_old(self) -> None:
-        """Unload versions that no request can need any more; one still in use is tried again next time."""
-        for name in self._swapped[: -self._requirements.versions]:
-            answers = await self.fleet.all("/lora/unload", wire.UnloadAdapter(adapter_name=name, unless_used=True))
-            if all(name in answer["unloaded"] for answer in answers):
-                self._swapped.remove(name)
 
     async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
         """Every server's workers join a group; ``first`` is the rank of each server's first worker."""

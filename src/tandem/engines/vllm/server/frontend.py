@@ -382,7 +382,7 @@ class Frontend:
         self.steps[self.generation] = UNKNOWN_VERSION if self._version_set is None else self._version_set
 
     async def _go_on(self) -> None:
-        await self._scheduler.go_on()
+        await self.client.resume_generation()
         if self._stood_since is not None:
             self._stood, self._stood_since = self._stood + time.monotonic() - self._stood_since, None
 
@@ -426,14 +426,12 @@ class Frontend:
         while min_step > self._sampling_step and self.state != "stopped":
             await self._changed.wait()
         async with self.places.taken(answers):
-            while not self._admits(prompt, answers, min_step):
+            waits_for_step = min_step > UNKNOWN_VERSION
+            while self.state == "paused" and not (waits_for_step and self._room.takes(prompt, answers)):
                 await self._changed.wait()
             if self.state == "stopped":
                 raise Stopped(self.reason)
             yield
-
-    def _admits(self, prompt: Sequence[int], answers: int, min_step: int) -> bool:
-        return self.state != "paused" or (min_step > UNKNOWN_VERSION and self._room.takes(prompt, answers))
 
     @property
     def salt(self) -> str:

@@ -194,7 +194,8 @@ class _Recording(_Views):
         target = args[0] if func._schema.is_mutable and args and isinstance(args[0], Tensor) else None
         if target is None or target.is_meta:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        name, has_values = self.parameters.find(target), not any(_is_meta(value) for value in args[1:])
+        name = self.parameters.find(target)
+        has_values = not any(isinstance(value, Tensor) and value.is_meta for value in args[1:])
         if name is None and has_values:
             return func(*args, **kwargs or {})
         if name is not None and func._schema.name == "aten::copy_" and not has_values:
@@ -344,10 +345,6 @@ def _kept(model: nn.Module) -> Iterator[None]:
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
 
 
 def _bare(name: str) -> str:
