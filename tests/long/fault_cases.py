@@ -291,7 +291,7 @@ def _adapter(**factors: float) -> Inject:
 
     def other(adapter: LoraAdapter) -> LoraAdapter:
         config = {**adapter.config, **{name: int(adapter.config[name] * by) for name, by in factors.items()}}
-        return replace(adapter, config=config)
+        return adapter._replace(config=config)
 
     def asynchronous(bench: Any, adapt: Any) -> Any:
         async def wrong(adapter: LoraAdapter) -> Any:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,8 +71,7 @@ class DataGroup:
                 work.wait()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardMesh:
+class ShardMesh(NamedTuple):
     """All ranks as FSDP wants them, by the numbers of their shards, in torch's default group."""
 
     ranks: DeviceMesh

@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.distributed.placement import Placement
 from tandem.errors import ConfigError, DoesNotFit, RankError
@@ -23,8 +22,7 @@ ENDED_SECONDS = 30.0
 """How long the others may take to end once one rank has failed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class Room(NamedTuple):
     """Where Ray has placed one rank."""
 
     host: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.errors import ConfigError
 from tandem.lazy import Tensor
@@ -78,8 +79,7 @@ class Slice:
         return cls(rows=range(first[0], first[0] + shape[0]), columns=range(first[1], first[1] + num_columns))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSlice:
+class EngineSlice(NamedTuple):
     """Memory of an engine's worker, and which part of a Hugging Face tensor it holds."""
 
     part: Slice

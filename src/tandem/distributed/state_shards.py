@@ -11,9 +11,8 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -28,8 +27,7 @@ MOST_BOXES = 6
 and the beginning of one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class Box(NamedTuple):
     """A rectangle of a whole state."""
 
     offsets: tuple[int, ...]
@@ -40,8 +38,7 @@ class Box:
     """Whether this rank writes it; False: another rank has the same, and does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateShare:
+class StateShare(NamedTuple):
     """A rank's share of one optimizer state."""
 
     name: str

@@ -16,7 +16,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.errors import TornWeights
 from tandem.lazy import Tensor, torch
@@ -34,8 +34,7 @@ _WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32"}
 """What an element's bits are seen as, by its size; 8 bytes are two columns, so that no product loses its top bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """A tensor, or the part of it that this rank holds."""
 
     name: str

@@ -229,7 +229,7 @@ class Vllm(EngineSpec):
         launch = self._launch(requirements, context)
         folders = str(adapters.absolute())
         extra = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": folders, "TANDEM_LINGER": "0"}
-        served = replace(launch, records=None, environment=lambda i, key: {**launch.environment(i, key), **extra})
+        served = launch._replace(records=None, environment=lambda i, key: {**launch.environment(i, key), **extra})
         fleet = self._fleet(served, requirements)
         for server in fleet.servers:
             server.key = key

@@ -8,9 +8,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from tandem.engines.base import EngineRequirements, RankEngine
@@ -30,8 +29,7 @@ HEALTH_SECONDS = 2.0
 """Between two checks that engines hold the weights published to them, and whether one that was away has returned."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class Launch(NamedTuple):
     """Command lines and environment by which the trainer starts its own engine processes."""
 
     command: Callable[[str, int, int], list[str]]

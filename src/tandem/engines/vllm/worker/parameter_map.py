@@ -12,8 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,7 @@ from tandem.errors import ConfigError, EngineError
 RESTART = "use sync: restart for this model"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPlace:
+class TensorPlace(NamedTuple):
     """A part of a trainer's tensor that this rank holds."""
 
     tensor: Tensor
@@ -37,8 +35,7 @@ class TensorPlace:
     """Of the whole tensor, over all ranks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class Region(NamedTuple):
     """A box of a trainer's tensor, and where its elements lie in a parameter."""
 
     parameter: str
@@ -50,8 +47,7 @@ class Region:
     """In the parameter, by the tensor's dimensions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterMap:
+class ParameterMap(NamedTuple):
     """Where this rank holds what; it outlives the storage, which may be moved."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -264,7 +260,7 @@ def _joined(one: Region, other: Region, dim: int) -> Region | None:
         return None
     size, strides = list(one.size), list(one.strides)
     size[dim], strides[dim] = one.size[dim] + other.size[dim], step
-    return replace(one, size=tuple(size), strides=tuple(strides))
+    return one._replace(size=tuple(size), strides=tuple(strides))
 
 
 _BOX = ("first", "size", "strides")
