@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -19,8 +18,6 @@ from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComp
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
 
-
-log = logging.getLogger(__name__)
 
 Rollouts = Sequence[Sequence[int]]
 """Token ids of rollouts, prompts included."""
@@ -168,7 +165,6 @@ class Behaviour:
         """More answers of an engine whose answer is in doubt."""
         if not all(answer.finite for answer in doubted.answers):
             return [doubted]
-        log.info("%s is asked again: its answer to a probe is not explained by noise as measured", doubted.name)
         text, most, readings = self._text(engine), engine.context - AGAIN_SAMPLES, list[ProbeReading]()
         begun = [text[: len(text) * part // BEGINNINGS] for part in range(1, BEGINNINGS)]
         for tokens in (text, *(list(tokens[:most]) for tokens in self.recent), *begun):
