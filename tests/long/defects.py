@@ -548,7 +548,7 @@ EDITED = (
     edit("token ids above the vocabulary pass", "tandem/engines/vllm/server/admission.py",
         "<= max(tokens) < self.vocabulary", "<= max(tokens) <= self.vocabulary", "tests/unit/test_vllm_limits.py"),
     edit("a pause's lease is not renewed", "tandem/engines/vllm/server/frontend.py", "self.hold()\n        loop, self",
-        "if self.runs:\n            return\n        loop, self", "tests/unit/test_vllm_lease.py"),
+        "if self._timer is not None:\n            return\n        loop, self", "tests/unit/test_vllm_lease.py"),
     edit("what somebody else paused goes on", "tandem/engines/vllm/client/engine.py",
         'state == "paused" and before == "serving"', 'state == "paused"', "tests/unit/test_vllm_pauses.py"),
     edit("a missing tensor is alike", "tandem/weight_sync/verify/checksums.py", "if engine_sums.get(name) != value]",

@@ -19,8 +19,7 @@ from tandem.observability import waits
 from tandem.transport.checksums import digest
 from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import SyncContext, WeightSync
-from tandem.weight_sync.transaction.state import SyncState
+from tandem.weight_sync.base import SyncContext, SyncState, WeightSync
 from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.checksums import Checksums, compare_checksums, compare_frozen
 from tandem.weight_sync.verify.probe import Behaviour, ProbeAnswers, Rollouts

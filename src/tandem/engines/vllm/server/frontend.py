@@ -111,11 +111,6 @@ class PauseLease:
         self._since = 0.0
 
     @property
-    def runs(self) -> bool:
-        """The lease runs: its holder is expected back."""
-        return self._timer is not None
-
-    @property
     def report(self) -> dict[str, Any] | None:
         """Client that paused the engine, since when (UTC), and seconds left; None while it is not paused."""
         if not self._since:
