@@ -164,12 +164,14 @@ class Ranks:
         Raises:
             RankError: a rank is lost.
         """
-        every = asyncio.gather(*(self._followers[rank].reports.get() for rank in range(1, self.world)))
-        coming = waits.wait(every, owner=waits.actor("trainer"), reason=reason, on=OTHERS)
-        reports = await unless(self.failure, coming)
+        reports = await unless(self.failure, self._reports(reason))
         if reports is None or self.failure.done():
             raise self.error
         return reports
+
+    async def _reports(self, reason: str) -> list[Any]:
+        async with waits.waiting(waits.actor("trainer"), reason, on=OTHERS):
+            return [await self._followers[rank].reports.get() for rank in range(1, self.world)]
 
     async def _read(self, follower: _Follower) -> None:
         try:
