@@ -20,8 +20,7 @@ PROBE_TEMPERATURE = 0.7
 """Temperature they are sampled at: at 1 it would not show whether logprobs have the temperature in them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
+class Health(NamedTuple):
     """An engine's health: whether it can generate, and the requests running and waiting."""
 
     ok: bool

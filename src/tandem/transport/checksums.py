@@ -116,11 +116,6 @@ def checksums(named: Iterable[tuple[str, Tensor]]) -> Sums:
     return ChecksumTally(Shard(name, tensor) for name, tensor in named).take()
 
 
-def checksum(tensor: Tensor, *, first: tuple[int, int] = (0, 0)) -> int:
-    """Checksum of one tensor, or of a shard whose first element lies at row and column ``first`` of the whole."""
-    return ChecksumTally([Shard("", tensor, first)]).take()[""]
-
-
 def digest(sums: Mapping[str, int]) -> str:
     """One short name for all the bytes: 16 hex digits over the sorted checksums."""
     hasher = hashlib.blake2b(digest_size=8)

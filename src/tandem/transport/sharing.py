@@ -102,9 +102,8 @@ def open_file(description: Mapping[str, Any]) -> mmap.mmap:
         os.close(handle)
 
 
-def remove_orphans(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove this user's shared files whose lender ended without closing them; returns their paths."""
-    removed = []
+def remove_orphans(folder: Path = SHARED_MEMORY) -> None:
+    """Remove this user's shared files whose lender ended without closing them."""
     for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(OSError):
             info = path.lstat()
@@ -115,10 +114,8 @@ def remove_orphans(folder: Path = SHARED_MEMORY) -> list[Path]:
                 if os.pread(handle, len(_MAGIC), 0) == _MAGIC:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the lender lives
                     path.unlink()
-                    removed.append(path)
             finally:
                 os.close(handle)
-    return removed
 
 
 ALIGNMENT = 64

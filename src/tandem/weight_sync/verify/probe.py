@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -62,8 +62,7 @@ class ProbeReading:
         return [self.scored] if self.sampled is None else [self.scored, self.sampled]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeAnswers:
+class ProbeAnswers(NamedTuple):
     """What all engines answered to one probe."""
 
     tokens: Sequence[int]
