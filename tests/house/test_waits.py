@@ -36,8 +36,8 @@ ALLOWED = {
     "tandem/engines/vllm/server/frontend.py:deliverable": "whoever asks the engine has a deadline",
     "tandem/engines/vllm/server/frontend.py:admitted": "whoever asks the engine has a deadline",
     "tandem/engines/vllm/server/many.py:give_out": "whoever asks the engine has a deadline",
-    "tandem/engines/vllm/server/places.py:empty": "whoever asks the engine has a deadline",
-    "tandem/engines/vllm/server/places.py:taken": "whoever asks the engine has a deadline",
+    "tandem/engines/vllm/server/admission.py:empty": "whoever asks the engine has a deadline",
+    "tandem/engines/vllm/server/admission.py:taken": "whoever asks the engine has a deadline",
     "tandem/distributed/ray_cluster.py:run": "a rank runs as long as it does, in a process that Ray watches",
     # Over already: these do not wait.
     "tandem/engines/vllm/server/asgi.py:unless": "it is done",

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +291,7 @@ def _adapter(**factors: float) -> Inject:
 
     def other(adapter: LoraAdapter) -> LoraAdapter:
         config = {**adapter.config, **{name: int(adapter.config[name] * by) for name, by in factors.items()}}
-        return replace(adapter, config=config)
+        return adapter._replace(config=config)
 
     def asynchronous(bench: Any, adapt: Any) -> Any:
         async def wrong(adapter: LoraAdapter) -> Any:

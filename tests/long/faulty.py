@@ -7,7 +7,6 @@ is not taken for one that was caught.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -187,7 +186,7 @@ def _set(owners: list[Any], mode: str) -> None:
 def _one_row_down(place: TensorPlace) -> TensorPlace:
     view = place.tensor
     moved = view.as_strided(view.shape, view.stride(), view.storage_offset() + view.stride(0))
-    return dataclasses.replace(place, tensor=moved)
+    return place._replace(tensor=moved)
 
 
 def _altered(tensor: Tensor, how: str) -> Tensor:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.transport import checksums as module
-from tandem.transport.checksums import ChecksumCache, ChecksumTally, Shard, checksum, checksums, digest
+from tandem.transport.checksums import ChecksumCache, ChecksumTally, Shard, checksums, digest
 
 ROOT = Path(__file__).parents[2]
 MASK = (1 << 64) - 1
@@ -45,6 +45,10 @@ def reference(tensor: Tensor, row: int = 0, column: int = 0) -> int:
         r, c = divmod(i, columns)
         total += weight(module.ROW_SEED, row + r) * bits * weight(module.COLUMN_SEED, column + c)
     return total & MASK
+
+
+def checksum(tensor: Tensor, first: tuple[int, int] = (0, 0)) -> int:
+    return ChecksumTally([Shard("w", tensor, first)]).take()["w"]
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -198,7 +202,7 @@ except ImportError:
     sys.exit(77)
 import torch
 from tandem.transport import checksums as module
-from tandem.transport.checksums import Shard, _DeviceTally, _matrix, checksum
+from tandem.transport.checksums import ChecksumTally, Shard, _DeviceTally, _matrix
 
 MASK = (1 << 64) - 1
 _DeviceTally.TILE = (8, 32)  # many tiles of small tensors
@@ -217,7 +221,7 @@ assert {aligned for _, aligned, _, _ in tally._launches} == {True, False}
 for _ in range(2):
     tally.launch()
     got = [value & MASK for value in tally.sums.tolist()]
-    want = [checksum(t, first=first) for t, first in cases]
+    want = [ChecksumTally([Shard("t", t, first)]).take()["t"] for t, first in cases]
     assert got == want, [(i, cases[i][0].shape, cases[i][0].dtype) for i in range(len(cases)) if got[i] != want[i]]
 """
 

@@ -121,10 +121,10 @@ def test_memory_survives_its_lender(folder: Path) -> None:
     with second_process() as lender:
         description = lender("lend", path=str(path))
         attached = attach(description)
-        assert remove_orphans(folder) == []
+        remove_orphans(folder)
         lender.kill()
     assert path.exists()
-    assert remove_orphans(folder) == [path]
+    remove_orphans(folder)
     assert not path.exists()
     attached["w"].add_(1)
     assert attached["w"].tolist() == [1, 2, 3, 4, 5, 6]
@@ -173,9 +173,10 @@ def test_orphans_are_only_our_own(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     (folder / "link").symlink_to(folder / "theirs")
     live = export_host({"w": torch.ones(3)}, folder / "live")
-    assert remove_orphans(folder) == []
+    remove_orphans(folder)
+    assert len(list(folder.iterdir())) == 5
     assert attach(live.description)["w"].tolist() == [1, 1, 1]
-    assert remove_orphans(folder / "none") == [], "a system without /dev/shm has none"
+    remove_orphans(folder / "none")  # as a system without /dev/shm has it
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from support.tiny_policy import live_policy
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
+from tandem.weight_sync.base import TRANSITIONS, SyncState, SyncStateMachine
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.restart import Restart
-from tandem.weight_sync.transaction.state import TRANSITIONS, SyncState, SyncStateMachine
 
 START = PolicyVersion(step=0, digest="")
 

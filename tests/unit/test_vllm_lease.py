@@ -19,6 +19,6 @@ def test_a_renewal_counts_from_now() -> None:
         assert lease.report["by"] == "a trainer"
         assert lease.report["seconds_left"] > 500.0
         lease.end()
-        assert not lease.runs
+        assert lease._timer is None
 
     asyncio.run(go())

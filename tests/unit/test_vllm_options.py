@@ -17,7 +17,7 @@ from tandem.config import loading as config
 from tandem.engines.base import EngineRequirements
 from tandem.engines.embedded.spec import Embedded
 from tandem.engines.vllm import spec as vllm
-from tandem.engines.vllm.server.places import PROBES
+from tandem.engines.vllm.server.admission import PROBES
 from tandem.engines.vllm.spec import LAST_PORT, Vllm
 from tandem.errors import ConfigError
 from tandem.trainer import assemble as run

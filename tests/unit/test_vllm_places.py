@@ -12,8 +12,8 @@ import pytest
 from support.fake_vllm import FakeClient, LoRARequest, install, settle
 
 from tandem.engines.vllm.protocol import ProbeRequest
+from tandem.engines.vllm.server.admission import PROBES, Places
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
-from tandem.engines.vllm.server.places import PROBES, Places
 from tandem.engines.vllm.server.routes import probe
 
 

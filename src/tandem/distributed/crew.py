@@ -31,6 +31,8 @@ ALONG_SECONDS = 5.0
 """How long a rank that failed may take to say so once another one has noticed."""
 NAME = "ranks"
 """Of the group in the store."""
+OTHERS = "the other ranks"
+"""As waits for them are told."""
 
 
 def meeting(host: str, port: int, world: int, seconds: float) -> Rendezvous:
@@ -100,7 +102,8 @@ class Ranks:
         gone = asyncio.ensure_future(lost)
         try:
             async with asyncio.timeout(seconds):
-                await unless(gone, self._come())
+                come = waits.wait(self._all.wait(), owner=waits.actor("trainer"), reason="them to connect", on=OTHERS)
+                await unless(gone, come)
         except TimeoutError:
             missing = [str(rank) for rank in range(1, self.world) if rank not in self._followers]
             raise RankError(
@@ -114,10 +117,6 @@ class Ranks:
             raise self.error
         if not self._all.is_set():
             raise RankError(await gone)
-
-    async def _come(self) -> None:
-        async with waits.waiting(waits.actor("trainer"), "them to connect", on="the other ranks"):
-            await self._all.wait()
 
     async def execute(
         self, command: str, body: Callable[[int], Any] | None, local: Coroutine[Any, Any, T]
@@ -156,7 +155,7 @@ class Ranks:
             except ConnectionError as error:
                 self._fail(follower, str(error))
                 raise self.error from error
-        async with waits.waiting(waits.actor("trainer"), f"{command!r} to be executed", on="the other ranks"):
+        async with waits.waiting(waits.actor("trainer"), f"{command!r} to be executed", on=OTHERS):
             return [await follower.replies.get() for follower in followers]
 
     async def reports(self, reason: str) -> list[Any]:
@@ -171,7 +170,7 @@ class Ranks:
         return reports
 
     async def _reports(self, reason: str) -> list[Any]:
-        async with waits.waiting(waits.actor("trainer"), reason, on="the other ranks"):
+        async with waits.waiting(waits.actor("trainer"), reason, on=OTHERS):
             return [await self._followers[rank].reports.get() for rank in range(1, self.world)]
 
     async def _read(self, follower: _Follower) -> None:

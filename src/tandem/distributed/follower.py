@@ -58,10 +58,8 @@ class Follower:
         lost = asyncio.ensure_future(lead_lost(os.environ))
         try:
             if (channel := await unless(lost, connect())) is None:
-                raise RankError(
-                    f"rank {placement.rank} on {socket.gethostname()} ends before it has connected, for it lost the "
-                    f"lead, rank 0: {await lost}"
-                )
+                who = f"rank {placement.rank} on {socket.gethostname()}"
+                raise RankError(f"{who} ends before it has connected, for it lost the lead, rank 0: {await lost}")
             return cls(placement, rendezvous, channel)
         finally:
             lost.cancel()
@@ -126,16 +124,11 @@ class Follower:
 
     async def _unless_lost(self, work: Any, reading: asyncio.Task[None]) -> Any:
         """Await ``work``, or give it up as soon as the lead is gone."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait((task, reading), return_when=asyncio.FIRST_COMPLETED)
-            if reading.done() and not task.done():
-                where = f"{self.placement.master_addr}:{self.placement.master_port}"
-                raise RankError(
-                    f"rank {self.placement.rank} on {socket.gethostname()} ends in command {self._doing!r}, for it "
-                    f"lost the lead, rank 0 at {where}: {reading.exception()}"
-                )
-            return await task
-        finally:
-            if not task.done():
-                task.cancel()
+        result = await unless(reading, work)
+        if result is None and reading.done():
+            where = f"{self.placement.master_addr}:{self.placement.master_port}"
+            raise RankError(
+                f"rank {self.placement.rank} on {socket.gethostname()} ends in command {self._doing!r}, for it "
+                f"lost the lead, rank 0 at {where}: {reading.exception()}"
+            )
+        return result

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +25,7 @@ Deliver = Callable[[Parameter, Tensor], None]
 """Takes the sum of a part's gradient."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterCut:
+class ParameterCut(NamedTuple):
     """How a parameter is divided: equal runs of elements for the ranks, and a rest that every rank updates."""
 
     parameter: Parameter

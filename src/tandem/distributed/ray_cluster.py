@@ -9,10 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.distributed.placement import Placement
 from tandem.errors import ConfigError, DoesNotFit, RankError
@@ -24,8 +22,7 @@ ENDED_SECONDS = 30.0
 """How long the others may take to end once one rank has failed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class Room(NamedTuple):
     """Where Ray has placed one rank."""
 
     host: str
@@ -147,22 +144,19 @@ def environments(rooms: Sequence[Room], port: int) -> list[dict[str, str]]:
     Ray shows a process its own accelerator alone; a rank sees all that its host has for the run, its own by LOCAL_RANK,
     since it and its neighbours open one another's memory.
     """
-    hosts: dict[str, list[Room]] = defaultdict(list)
-    for room in rooms:
-        hosts[room.host].append(room)
-    environs, local = [], dict.fromkeys(hosts, 0)
+    environs = []
     for rank, room in enumerate(rooms):
+        ranks_here = [other for other, neighbour in enumerate(rooms) if neighbour.host == room.host]
         placement = Placement(
             rank=rank,
             world_size=len(rooms),
-            local_rank=local[room.host],
-            local_world_size=len(hosts[room.host]),
+            local_rank=ranks_here.index(rank),
+            local_world_size=len(ranks_here),
             master_addr=rooms[0].host,
             master_port=port,
             launcher="ray",
         )
-        local[room.host] += 1
-        devices = [device for neighbour in hosts[room.host] for device in neighbour.devices]
+        devices = [device for other in ranks_here for device in rooms[other].devices]
         environs.append(placement.environment() | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}))
     return environs
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.errors import ConfigError
 from tandem.lazy import Tensor
@@ -78,8 +79,7 @@ class Slice:
         return cls(rows=range(first[0], first[0] + shape[0]), columns=range(first[1], first[1] + num_columns))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSlice:
+class EngineSlice(NamedTuple):
     """Memory of an engine's worker, and which part of a Hugging Face tensor it holds."""
 
     part: Slice
@@ -100,10 +100,8 @@ def shard_dimension(name: str, shape: Sequence[int], ranks: int) -> int:
         ConfigError: the tensor cannot be cut; its message names it.
     """
     if len(shape) not in (1, 2):
-        raise ConfigError(
-            f"distributed.shard: weights cuts vectors and matrices, and {name} has {len(shape)} dimensions, as "
-            "experts and convolutions have; use distributed.shard: states"
-        )
+        what = f"{name} has {len(shape)} dimensions, as experts and convolutions have"
+        raise ConfigError(f"distributed.shard: weights cuts vectors and matrices, and {what}; use shard: states")
     if len(shape) == 1 or name.split(".")[-2:][0] not in ROW_PARALLEL:
         return 0
     if shape[1] % ranks:

@@ -11,9 +11,8 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -28,8 +27,7 @@ MOST_BOXES = 6
 and the beginning of one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class Box(NamedTuple):
     """A rectangle of a whole state."""
 
     offsets: tuple[int, ...]
@@ -40,8 +38,7 @@ class Box:
     """Whether this rank writes it; False: another rank has the same, and does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateShare:
+class StateShare(NamedTuple):
     """A rank's share of one optimizer state."""
 
     name: str
@@ -110,21 +107,14 @@ def write(folder: Path, shares: Sequence[StateShare], rank: int) -> None:
     written = [(share.name, [box for box in share.boxes if box.is_written]) for share in shares]
     for number in range(MOST_BOXES):  # a file has one rectangle of each state
         if part := {name: boxes[number] for name, boxes in written if number < len(boxes)}:
-            shard = MOST_BOXES * rank + number + 1
-            _write_file(folder / f"shard-{shard:05d}-model-00001-of-00001.safetensors", part)
-
-
-def _write_file(file: Path, boxes: Mapping[str, Box]) -> None:
-    """Write a file as torch's ``HuggingFaceStorageWriter`` has it.
-
-    That one makes the whole file in memory, twice, and holds Python's lock meanwhile: for seconds a gigabyte, in which
-    the thread that trains queues nothing.
-    """
-    offsets = {name: {"saved_offsets": list(box.offsets)} for name, box in boxes.items()}
-    metadata = {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets)}
-    save_file({name: box.tensor for name, box in boxes.items()}, file, metadata=metadata)
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
+            # As torch's HuggingFaceStorageWriter has it. That one makes the whole file in memory, twice, and holds
+            # Python's lock meanwhile: for seconds a gigabyte, in which the thread that trains queues nothing.
+            file = folder / f"shard-{MOST_BOXES * rank + number + 1:05d}-model-00001-of-00001.safetensors"
+            offsets = {name: {"saved_offsets": list(box.offsets)} for name, box in part.items()}
+            metadata = {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets)}
+            save_file({name: box.tensor for name, box in part.items()}, file, metadata=metadata)
+            with file.open("rb") as saved:
+                os.fsync(saved.fileno())
 
 
 # Reading

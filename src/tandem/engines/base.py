@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from tandem.errors import EngineError
 from tandem.types import Completion, PolicyVersion, Sampling
@@ -20,8 +20,7 @@ PROBE_TEMPERATURE = 0.7
 """Temperature they are sampled at: at 1 it would not show whether logprobs have the temperature in them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
+class Health(NamedTuple):
     """An engine's health: whether it can generate, and the requests running and waiting."""
 
     ok: bool
@@ -51,8 +50,7 @@ class ProbeResult:
     """Tokens of the probe that were taken from a prefix cache; more than 0 means keys of older weights."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraAdapter:
+class LoraAdapter(NamedTuple):
     """A LoRA adapter as weight sync transfers it: PEFT's configuration and tensors."""
 
     config: Mapping[str, Any]
@@ -92,8 +90,7 @@ class EngineRequirements:
     """The trainer's other ranks where each starts its engine on its own host; None: all engines are started here."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankEngine:
+class RankEngine(NamedTuple):
     """Where the engine of a rank on another host answers."""
 
     url: str
@@ -246,8 +243,7 @@ class Engine(ABC):
         room = self.context - len(prompt)
         if not prompt or room < 1:
             raise EngineError(
-                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}; shorten the prompt "
-                "or raise context"
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}; raise it"
             )
         return room
 

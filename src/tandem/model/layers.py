@@ -125,11 +125,9 @@ def recomputed(run: Callable[..., Any], how: Literal["selective", "full"]) -> Ca
     """
     # To keep the random state would make the host wait for the device, and nothing here draws: there is no dropout.
     plain = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-    return plain if how == "full" else partial(plain, context_fn=_selective)
-
-
-def _selective() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return]
+    if how == "full":
+        return plain
+    return partial(plain, context_fn=partial(create_selective_checkpoint_contexts, _policy))
 
 
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

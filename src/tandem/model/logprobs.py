@@ -122,9 +122,13 @@ def token_logprobs(
     return logprobs_N, entropy_N if entropy else None
 
 
-class _Rows(NamedTuple):
-    """What belongs to the rows of a tile."""
+class _Tile(NamedTuple):
+    """Some logits as the head's product gives them, and all that is known of their rows and columns."""
 
+    product_NW: Tensor
+    wide_NW: Tensor | None
+    """Memory for the same in the type that is computed in; None: it is made."""
+    bias_W: Tensor | None
     at_N1: Tensor
     """Column of each row's target, counted from the tile's first: it may be outside."""
     temperature_N1: Tensor
@@ -146,30 +150,25 @@ class _Sums(NamedTuple):
     """Sum of exp(logit - top) * (logit - top), for the entropy."""
 
 
-def absorb(tile_NW: Tensor, wide_NW: Tensor | None, bias_W: Tensor | None, rows: _Rows, s: _Sums) -> _Sums:
+def absorb(tile: _Tile, s: _Sums) -> _Sums:
     """The sums with one more tile in them."""
-    return _absorbed(_finished(tile_NW, wide_NW, bias_W, rows), s)[0]
+    return _absorbed(tile, s)[0]
 
 
-def absorb_and_keep(
-    tile_NW: Tensor, wide_NW: Tensor | None, bias_W: Tensor | None, rows: _Rows, s: _Sums
-) -> tuple[_Sums, Tensor, Tensor]:
+def absorb_and_keep(tile: _Tile, s: _Sums) -> tuple[_Sums, Tensor, Tensor]:
     """The same, by how much what was summed before shrinks, and exp(logit - top) of all but targets as a tile is."""
-    finished = _absorbed(_finished(tile_NW, wide_NW, bias_W, rows), s)
-    sums, shrink_N1, probs_NW, place_N1, here_N1 = finished
+    sums, shrink_N1, probs_NW, place_N1, here_N1 = _absorbed(tile, s)
     others_N1 = torch.where(here_N1, 0.0, probs_NW.gather(1, place_N1))
-    kept_NW = probs_NW.to(tile_NW.dtype)
+    kept_NW = probs_NW.to(tile.product_NW.dtype)
     return sums, shrink_N1, kept_NW.scatter_(1, place_N1, others_N1.to(kept_NW.dtype))
 
 
-def slope(
-    tile_NW: Tensor, wide_NW: Tensor | None, bias_W: Tensor | None, rows: _Rows, lse_N1: Tensor, scale_N1: Tensor
-) -> Tensor:
+def slope(tile: _Tile, lse_N1: Tensor, scale_N1: Tensor) -> Tensor:
     """Gradient of a tile's logits before all that is done to them, in their type.
 
     It is scale * (1 if the target, else 0 - p), times the slope of what penalties do.
     """
-    logits_NW, place_N1, here_N1, slope_NW = _finished(tile_NW, wide_NW, bias_W, rows)
+    logits_NW, place_N1, here_N1, slope_NW = _finished(tile)
     probs_NW = logits_NW.sub_(lse_N1).exp_()
     # The target's own before anything is rounded: where p is near 1, so is what it is taken from.
     target_N1 = probs_NW.gather(1, place_N1)
@@ -178,15 +177,13 @@ def slope(
     if slope_NW is not None:
         own_N1 *= slope_NW.gather(1, place_N1)
         probs_NW.mul_(slope_NW)
-    grad_NW = probs_NW.to(tile_NW.dtype)
+    grad_NW = probs_NW.to(tile.product_NW.dtype)
     return grad_NW.scatter_(1, place_N1, own_N1.to(grad_NW.dtype))
 
 
-def _absorbed(
-    finished: tuple[Tensor, Tensor, Tensor, Tensor | None], s: _Sums
-) -> tuple[_Sums, Tensor, Tensor, Tensor, Tensor]:
+def _absorbed(tile: _Tile, s: _Sums) -> tuple[_Sums, Tensor, Tensor, Tensor, Tensor]:
     """The sums; the factor to the top before; exp(logit - top); where the target's column is, and if it is here."""
-    logits_NW, place_N1, here_N1, _ = finished
+    logits_NW, place_N1, here_N1, _ = _finished(tile)
     target_N1 = torch.where(here_N1, logits_NW.gather(1, place_N1), s.target_N1)
     raised_N1 = torch.maximum(s.top_N1, logits_NW.amax(-1, keepdim=True))
     shrink_N1 = (s.top_N1 - raised_N1).exp()
@@ -202,26 +199,24 @@ def _absorbed(
     return sums, shrink_N1, probs_NW, place_N1, here_N1
 
 
-def _finished(
-    tile_NW: Tensor, wide_NW: Tensor | None, bias_W: Tensor | None, rows: _Rows
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _finished(tile: _Tile) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Wide logits with all that is done to them; where the target's column is, and if it is here; penalties' slope.
 
-    The logits are in ``wide_NW`` if that is given, and may be in ``tile_NW``.
+    The logits are in ``wide_NW`` if that is given, and may be in ``product_NW``.
     """
-    width = tile_NW.shape[1]
-    here_N1 = (rows.at_N1 >= 0) & (rows.at_N1 < width)
-    place_N1 = rows.at_N1.clamp(0, width - 1)
-    logits_NW = tile_NW.to(rows.temperature_N1.dtype) if wide_NW is None else wide_NW.copy_(tile_NW)
-    if bias_W is not None:
-        logits_NW.add_(bias_W)
-    slope_NW = None if rows.end is None else rows.end.write(logits_NW)
-    if rows.part is not None and (penalty_NW := penalise(logits_NW, *rows.part)) is not None:
+    product_NW, wide_NW = tile.product_NW, tile.wide_NW
+    here_N1 = (tile.at_N1 >= 0) & (tile.at_N1 < product_NW.shape[1])
+    place_N1 = tile.at_N1.clamp(0, product_NW.shape[1] - 1)
+    logits_NW = product_NW.to(tile.temperature_N1.dtype) if wide_NW is None else wide_NW.copy_(product_NW)
+    if tile.bias_W is not None:
+        logits_NW.add_(tile.bias_W)
+    slope_NW = None if tile.end is None else tile.end.write(logits_NW)
+    if tile.part is not None and (penalty_NW := penalise(logits_NW, *tile.part)) is not None:
         slope_NW = penalty_NW if slope_NW is None else slope_NW.mul_(penalty_NW)
-    logits_NW.div_(rows.temperature_N1)
-    if rows.edge_N1 is not None:
+    logits_NW.div_(tile.temperature_N1)
+    if tile.edge_N1 is not None:
         target_N1 = logits_NW.gather(1, place_N1)
-        logits_NW.masked_fill_(logits_NW < rows.edge_N1, OUTSIDE)
+        logits_NW.masked_fill_(logits_NW < tile.edge_N1, OUTSIDE)
         kept_N1 = torch.where(here_N1, target_N1, logits_NW.gather(1, place_N1))
         logits_NW.scatter_(1, place_N1, kept_N1)
     return logits_NW, place_N1, here_N1, slope_NW
@@ -259,17 +254,23 @@ class _Tiles:
         for start in range(0, vocab, width):
             end = min(vocab, start + width)
             size = num * (end - start)
-            tile_NW = narrow[:size].view(num, end - start)
-            torch.mm(self.hidden_NH, self.weight_VH[start:end].t(), out=tile_NW)
-            penalties = None
-            if self.history is not None:
-                self.history.bar(tile_NW, self.targets_N1, (0, num), (start, end))
-                penalties = self.history.part((0, num), (start, end))
-            wide_NW = None if wide is None else wide[:size].view_as(tile_NW)
-            bias_W = None if self.bias_V is None else self.bias_V[start:end]
-            # The start goes in by a tensor: of a number, the compiler would keep code for 0 apart.
-            rows = _Rows(self.targets_N1 - start, self.temperature_N1, self.edge_N1, penalties, self.end)
-            yield start, end, partial(run, tile_NW, wide_NW, bias_W, rows)
+            product_NW = narrow[:size].view(num, end - start)
+            torch.mm(self.hidden_NH, self.weight_VH[start:end].t(), out=product_NW)
+            wide_NW = None if wide is None else wide[:size].view_as(product_NW)
+            yield start, end, partial(run, self._tile(product_NW, wide_NW, (0, num), (start, end)))
+
+    def _tile(
+        self, product_NW: Tensor, wide_NW: Tensor | None, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> _Tile:
+        """The tile of these rows and columns, without the tokens that would end an answer too early."""
+        targets_N1, part = self.targets_N1[slice(*rows)], None
+        if self.history is not None:
+            self.history.bar(product_NW, targets_N1, rows, columns)
+            part = self.history.part(rows, columns)
+        bias_W = None if self.bias_V is None else self.bias_V[slice(*columns)]
+        temperature_N1 = self.temperature_N1[slice(*rows)]
+        # The first column goes in by a tensor: of a number, the compiler would keep code for 0 apart.
+        return _Tile(product_NW, wide_NW, bias_W, targets_N1 - columns[0], temperature_N1, self.edge_N1, part, self.end)
 
     def support_edge(self, top_p: float, top_k: int, min_p: float) -> Tensor:
         """Where each row's support ends. It needs whole rows, so it takes a few rows at a time.
@@ -282,16 +283,9 @@ class _Tiles:
         edges = [self.temperature_N1.new_empty(0, 1)]
         for start in range(0, num, rows):
             end = min(num, start + rows)
-            hidden_CH, temperature_C1 = self.hidden_NH[start:end], self.temperature_N1[start:end]
-            logits_CV = (hidden_CH @ self.weight_VH.t()).to(temperature_C1.dtype)
-            if self.bias_V is not None:
-                logits_CV.add_(self.bias_V)
-            if self.end is not None:
-                self.end.write(logits_CV)
-            if self.history is not None:
-                self.history.bar(logits_CV, self.targets_N1[start:end], (start, end), (0, vocab))
-                penalise(logits_CV, *self.history.part((start, end), (0, vocab)))
-            edge_C = threshold(logits_CV.div_(temperature_C1), top_p, top_k, min_p)
+            product_CV = self.hidden_NH[start:end] @ self.weight_VH.t()
+            logits_CV = _finished(self._tile(product_CV, None, (start, end), (0, vocab)))[0]
+            edge_C = threshold(logits_CV, top_p, top_k, min_p)
             if edge_C is not None:
                 within_CV = logits_CV >= edge_C[:, None]
                 lowest_C1 = logits_CV.masked_fill(~within_CV, math.inf).amin(-1, keepdim=True)

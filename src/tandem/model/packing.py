@@ -12,8 +12,7 @@ import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -57,8 +56,7 @@ _LARGEST = {
 """What is cut in the copy, beside its layers and the widths of its perceptrons."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """How a model is computed."""
 
     packing: Literal["tree", "plain"]
@@ -190,8 +188,7 @@ def _unfolded(model: nn.Module, tokens_T: Tensor, plan: Packed, experts: Routing
     return torch.cat(outs)[places_T]
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Relative distances of a small copy's logits and gradient from those of one sequence at a time, or what failed."""
 
     tree: float | str
@@ -225,7 +222,11 @@ def _compare(config: Any) -> Comparison:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            case = _case(config)
+            model = causal_class(config).from_config(small(config), dtype=torch.float32).eval()
+            try:  # in float64 rounding is far below ``CLOSE``, however deep the model is
+                case = Case(copy.deepcopy(model).double())
+            except RuntimeError:  # its kernels do not have that
+                case = Case(model)
             tree = case.error(NAME)
             return Comparison(tree, 0.0 if _is_close(tree) else case.error(None), case.end)
     finally:
@@ -342,15 +343,6 @@ def _end(causal: Any, hidden_1NH: Tensor) -> LogitEnd | None:
         what = f"the logits of a {causal.config.model_type} model are {apart:.1g} from its head's"
         raise ConfigError(f"{what}, scaled and capped; use another model")
     return None if end == (1.0, None) else end
-
-
-def _case(config: Any) -> Case:
-    """In float64, where rounding is far below ``CLOSE`` however deep the model is, if its kernels have that."""
-    model = causal_class(config).from_config(small(config), dtype=torch.float32).eval()
-    try:
-        return Case(copy.deepcopy(model).double())
-    except RuntimeError:
-        return Case(model)
 
 
 def small(config: Any, layers: int = 1) -> Any:

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -68,15 +69,12 @@ class Routing:
 
     def __post_init__(self) -> None:
         for layer, router in self.routers.items():
-            router.register_forward_hook(self._noting(layer))
+            router.register_forward_hook(partial(self._note, layer))
 
-    def _noting(self, layer: int) -> Callable[[nn.Module, Any, Any], None]:
-        def note(_: nn.Module, __: Any, out: Any) -> None:
-            for part in out if isinstance(out, tuple) else ():
-                if isinstance(part, Tensor) and not part.is_floating_point():
-                    self._chosen[layer] = part
-
-        return note
+    def _note(self, layer: int, _: nn.Module, __: Any, out: Any) -> None:
+        for part in out if isinstance(out, tuple) else ():
+            if isinstance(part, Tensor) and not part.is_floating_point():
+                self._chosen[layer] = part
 
     @property
     def dtype(self) -> type[np.uint8 | np.uint16]:
@@ -103,16 +101,12 @@ class Routing:
         """Have passes with gradients keep the logits that ``balance_loss`` reads."""
         self._balances = True
         for layer, router in self.routers.items():
-            router.register_forward_hook(self._keeping(layer))
+            router.register_forward_hook(partial(self._keep, layer))
 
-    def _keeping(self, layer: int) -> Callable[[nn.Module, Any, Any], None]:
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def keep(_: nn.Module, __: Any, out: Any) -> None:
-            if self._keeps:
-                self._logits.setdefault(layer, []).append(out[0])
-
-        keeping: Callable[[nn.Module, Any, Any], None] = keep
-        return keeping
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _keep(self, layer: int, _: nn.Module, __: Any, out: Any) -> None:
+        if self._keeps:
+            self._logits.setdefault(layer, []).append(out[0])
 
     def begin(self) -> None:
         """A pass begins: what is kept from now on is its own."""
@@ -156,21 +150,18 @@ class Routing:
         if experts_TLK is not None and not self._is_wrapped:
             self._is_wrapped = True
             for layer, router in self.routers.items():
-                router.forward = self._replaying(layer, router.forward)
+                router.forward = partial(self._replay, layer, router.forward)
 
-    def _replaying(self, layer: int, own: Callable[..., Any]) -> Callable[..., Any]:
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def forward(*args: Any, **options: Any) -> Any:
-            if self.replayed_TLK is None:
-                return own(*args, **options)
-            with _TopK(self.replayed_TLK[:, layer], self.num_experts) as mode:
-                out = own(*args, **options)
-            if not mode.is_made:
-                raise EngineError(f"layer {layer} chooses its experts otherwise than by torch.topk")
-            return out
-
-        replaying: Callable[..., Any] = forward
-        return replaying
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _replay(self, layer: int, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """The forward of a layer's router, by the experts that it is told."""
+        if self.replayed_TLK is None:
+            return forward(*args, **options)
+        with _TopK(self.replayed_TLK[:, layer], self.num_experts) as mode:
+            out = forward(*args, **options)
+        if not mode.is_made:
+            raise EngineError(f"layer {layer} chooses its experts otherwise than by torch.topk")
+        return out
 
 
 _OF: WeakKeyDictionary[nn.Module, Routing | None] = WeakKeyDictionary()

@@ -47,10 +47,6 @@ class _FiniteGuard(NamedTuple):
 class FloatMoments(PreciseStepper):
     """AdamW with float32 moments, by torch's fused kernels."""
 
-    def __init__(self, options: Adam, weights: Sequence[TrainedWeight]):
-        self._options = options
-        super().__init__(weights)
-
     def fresh(self, weight: TrainedWeight) -> dict[str, Tensor]:
         """Two moments where the master is, or else where the weight is."""
         like = (weight.parameter if weight.master is None else weight.master).detach()

@@ -26,9 +26,7 @@ SMALL = 4096
 class ByteMoments(PreciseStepper):
     """AdamW8bit bound to parameters."""
 
-    def __init__(self, options: Adam, weights: Sequence[TrainedWeight]):
-        self._options = options
-        super().__init__(weights)
+    _options: Adam
 
     def fresh(self, weight: TrainedWeight) -> dict[str, Tensor]:
         """Codes and scales of 0: whatever a code stands for, 0 times it is 0."""
@@ -48,12 +46,11 @@ class ByteMoments(PreciseStepper):
         for weight in weights:
             state, device = self.states[weight], weight.gradient.device
             state["step"] += 1
-            known = numbers.get((weight.steps, device))
-            if known is None:
-                known = numbers[weight.steps, device] = self._numbers(weight.steps, lr, weight.gradient)
+            if (key := (weight.steps, device)) not in numbers:
+                numbers[key] = self._numbers(weight.steps, lr, weight.gradient)
             size = LARGE_PIECE if device.type == "cuda" else 0
             for value, grad, at in weight.pieces(size, clip=clip):
-                self._piece(value, grad, state, at, known)
+                self._piece(value, grad, state, at, numbers[key])
 
     def _numbers(self, steps: int, lr: float, like: Tensor) -> _Numbers:
         options = self._options
@@ -99,7 +96,8 @@ class _Moment(NamedTuple):
 def _moment(state: dict[str, Tensor], moment: str, at: slice) -> _Moment:
     codes_n = state[f"{moment}.codes"][at]
     tables = {"signed": moment == "exp_avg", "device": codes_n.device}
-    return _Moment(codes_n, state[f"{moment}.scales"][_blocks(at)], _book(**tables), _nearest(**tables))
+    blocks = slice(at.start // BLOCK, math.ceil(at.stop / BLOCK))  # a piece begins at the first element of a block
+    return _Moment(codes_n, state[f"{moment}.scales"][blocks], _book(**tables), _nearest(**tables))
 
 
 def _advance(value: Tensor, grad: Tensor, avg: _Moment, avg_sq: _Moment, numbers: _Numbers) -> None:
@@ -144,25 +142,17 @@ def _write(moments: _Moment, value: Tensor) -> None:
     blocks = _in_blocks(value)
     scales = blocks.abs().amax(1)
     shares = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-    codes = moments.nearest.index_select(0, _cells(shares.view(-1)))
+    # A cell is the upper 20 bits of float32 numbers: sign, exponent and 11 bits of mantissa.
+    cells = (shares.view(-1).view(torch.int32) >> 12).bitwise_and_(0xFFFFF)
+    codes = moments.nearest.index_select(0, cells)
     moments.codes_n.copy_(codes[: len(value)])
     moments.scales_b.copy_(scales)
-
-
-def _blocks(at: slice) -> slice:
-    """Scales of a piece, which begins at the first element of a block."""
-    return slice(at.start // BLOCK, math.ceil(at.stop / BLOCK))
 
 
 def _in_blocks(flat: Tensor) -> Tensor:
     """One row for each block; the last is filled up with zeros."""
     short = -len(flat) % BLOCK
     return (pad(flat, (0, short)) if short else flat).view(-1, BLOCK)
-
-
-def _cells(shares: Tensor) -> Tensor:
-    """The upper 20 bits of float32 numbers: sign, exponent and 11 bits of mantissa."""
-    return (shares.view(torch.int32) >> 12).bitwise_and_(0xFFFFF)
 
 
 @cache

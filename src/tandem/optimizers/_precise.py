@@ -14,9 +14,6 @@ from tandem.optimizers.base import PIECE, Optimizer, ParameterPart, global_norm
 
 FLOAT = 4  # bytes
 
-_EXTRA = {"masters": 4, "stochastic": 0}  # bytes beside a narrow weight
-_GRADIENT = {"float32": FLOAT, "bfloat16": 2}  # bytes of a narrow weight's gradient
-
 
 @dataclass(frozen=True, kw_only=True)
 class Precise(Optimizer):
@@ -30,13 +27,11 @@ class Precise(Optimizer):
     (2 bytes), where the first is kept as it is and each further one rounds the sum by at most 2^-8 of itself. One
     micro-batch loses nothing; more than some dozens want float32. float32 weights have float32 gradients."""
 
-    def narrow_bytes(self, parameter_bytes: int) -> int:
-        """Bytes that a weight of this width needs so that it loses no update."""
-        return 0 if parameter_bytes >= FLOAT else _EXTRA[self.precision]
-
-    def gradient_bytes(self, parameter_bytes: int) -> int:
-        """Bytes of the gradient of a weight of this width."""
-        return FLOAT if parameter_bytes >= FLOAT else _GRADIENT[self.gradients]
+    def precise_bytes(self, parameter_bytes: int) -> int:
+        """Bytes of the gradient of a weight of this width, and of the master that a narrow one needs."""
+        if parameter_bytes >= FLOAT:
+            return FLOAT
+        return (FLOAT if self.gradients == "float32" else 2) + (FLOAT if self.precision == "masters" else 0)
 
     def weights(self, parts: Iterable[ParameterPart]) -> list[TrainedWeight]:
         """What updates each parameter, or part of one.
@@ -74,7 +69,6 @@ class TrainedWeight:
         weights = parameter.detach()
         home = device or weights.device
         self.part = part
-        self.name = name
         self.parameter = parameter
         self.own = weights.dtype == torch.float32 and device is None
         """The parameter is its own master."""
@@ -160,7 +154,7 @@ class TrainedWeight:
 
         begins = self.part.start + start
         pieces = range(begins - begins % PIECE, begins + len(value), PIECE)
-        keys = [_narrow.stream(self.steps, self.name, first) for first in pieces]
+        keys = [_narrow.stream(self.steps, self.part.name, first) for first in pieces]
         _narrow.write_stochastically(flat[start : start + len(value)], value, keys, begins % PIECE)
 
     def held(self) -> dict[str, Tensor]:
@@ -169,9 +163,10 @@ class TrainedWeight:
 
 
 class PreciseStepper(ABC):
-    """A ``Stepper`` but for the update rule itself."""
+    """A ``Stepper`` but for the update rule itself; ``options`` are the optimizer's."""
 
-    def __init__(self, weights: Iterable[TrainedWeight]):
+    def __init__(self, options: Any, weights: Iterable[TrainedWeight]):
+        self._options = options
         self.weights = list(weights)
         self._weight_of = {weight.parameter: weight for weight in self.weights}
         # Made now, not at the first step, so that what does not fit fails now.

@@ -47,15 +47,13 @@ class Adafactor(Precise):
 
     def state_bytes(self, num_parameters: int, parameter_bytes: int) -> int:
         """The gradient and what ``precision`` keeps beside narrow weights; means of rows and columns are no weight."""
-        return num_parameters * (self.gradient_bytes(parameter_bytes) + self.narrow_bytes(parameter_bytes))
+        return num_parameters * self.precise_bytes(parameter_bytes)
 
 
 class _Factored(PreciseStepper):
     """Adafactor bound to parameters."""
 
-    def __init__(self, options: Adafactor, weights: Sequence[TrainedWeight]):
-        self._options = options
-        super().__init__(weights)
+    _options: Adafactor
 
     def fresh(self, weight: TrainedWeight) -> dict[str, Tensor]:
         """Means of rows and of columns; of a vector every square."""

@@ -20,4 +20,4 @@ class AdamW(Adam, Precise):
 
     def state_bytes(self, num_parameters: int, parameter_bytes: int) -> int:
         """Two moments, the gradient and what ``precision`` keeps beside weights narrower than float32."""
-        return num_parameters * (2 * FLOAT + self.gradient_bytes(parameter_bytes) + self.narrow_bytes(parameter_bytes))
+        return num_parameters * (2 * FLOAT + self.precise_bytes(parameter_bytes))

@@ -26,5 +26,5 @@ class AdamW8bit(Adam, Precise):
 
     def state_bytes(self, num_parameters: int, parameter_bytes: int) -> int:
         """Two codes, two scales a block, the gradient and what ``precision`` keeps beside narrow weights."""
-        each = 2 + self.gradient_bytes(parameter_bytes) + self.narrow_bytes(parameter_bytes)
-        return num_parameters * each + 2 * FLOAT * math.ceil(num_parameters / BLOCK)
+        scales = 2 * FLOAT * math.ceil(num_parameters / BLOCK)
+        return num_parameters * (2 + self.precise_bytes(parameter_bytes)) + scales

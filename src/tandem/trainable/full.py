@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from typing import Any, ClassVar
 from tandem.errors import CheckpointError
 from tandem.lazy import Tensor, torch
 from tandem.trainable.base import Trainable, layer_of, read_into, safetensors_in
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +90,6 @@ def write_index(folder: Path) -> None:
 
 def _reload(model: torch.nn.Module, folder: Path) -> None:
     """For a model that transformers stores under other names than it runs with: let transformers translate."""
-    log.info("the weights in %s are stored in another layout than the model's; loading a second copy", folder)
     config: Any = model.config
     other, info = type(model).from_pretrained(folder, dtype=config.dtype, output_loading_info=True)  # type: ignore[attr-defined]
     wrong = sorted([*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]])

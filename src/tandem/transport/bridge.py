@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ import msgspec
 
 from tandem.errors import TransportError
 from tandem.lazy import Tensor
-from tandem.transport.parts import attach_parts
+from tandem.transport import sharing
+from tandem.transport.checksums import Shard
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,29 @@ class VllmBridge(msgspec.Struct, kw_only=True, frozen=True):
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TransportError(f"{path} is not as expected: {error}; let the engine write it again") from error
+
+
+def attach_parts(
+    exported: Mapping[str, Any], places: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[str, list[Shard]]:
+    """Every part of a tensor that an engine's worker holds, as views into its memory, by Hugging Face name.
+
+    Args:
+        exported: the worker's parameters, as ``sharing.attach`` takes them.
+        places: by Hugging Face name, where its parts lie in these: the JSON of the worker's parameter map.
+
+    Raises:
+        TransportError: the memory cannot be reached.
+    """
+    parameters = sharing.attach(exported)
+    attached: dict[str, list[Shard]] = {}
+    for name, parts in places.items():
+        for place in parts:
+            parameter = parameters[place["vllm_name"]]
+            view = parameter.as_strided(place["size"], place["stride"], parameter.storage_offset() + place["offset"])
+            row, column = place.get("first", (0, 0))
+            attached.setdefault(name, []).append(Shard(name, view, (row, column)))
+    return attached
 
 
 def find(path: Path | None = None) -> Path:

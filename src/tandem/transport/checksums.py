@@ -16,7 +16,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.errors import TornWeights
 from tandem.lazy import Tensor, torch
@@ -34,8 +34,7 @@ _WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32"}
 """What an element's bits are seen as, by its size; 8 bytes are two columns, so that no product loses its top bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """A tensor, or the part of it that this rank holds."""
 
     name: str
@@ -115,11 +114,6 @@ class ChecksumCache:
 def checksums(named: Iterable[tuple[str, Tensor]]) -> Sums:
     """Checksums of whole tensors by name."""
     return ChecksumTally(Shard(name, tensor) for name, tensor in named).take()
-
-
-def checksum(tensor: Tensor, *, first: tuple[int, int] = (0, 0)) -> int:
-    """Checksum of one tensor, or of a shard whose first element lies at row and column ``first`` of the whole."""
-    return ChecksumTally([Shard("", tensor, first)]).take()[""]
 
 
 def digest(sums: Mapping[str, int]) -> str:

@@ -220,7 +220,12 @@ class Member(Sender):
             posted: deque[Flight] = deque()
             for index in range(len(plan.buckets) + BUFFERS):
                 if index >= BUFFERS:
-                    yield self._arrived(posted.popleft(), flying)
+                    flight = posted.popleft()
+                    if self._stream is None:
+                        self._finish(flying.popleft())
+                    else:
+                        _behind(flight)
+                    yield flight.views
                     if self._wire != self._device:  # copies out of this host memory may still be queued
                         torch.cuda.current_stream(self._device).synchronize()
                 if index < len(plan.buckets):
@@ -299,14 +304,6 @@ class Member(Sender):
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
-
-    def _arrived(self, flight: Flight, flying: deque[Flight]) -> list[tuple[str, Tensor]]:
-        """A bucket's tensors, for work on the current stream."""
-        if self._stream is not None:
-            _behind(flight)
-        else:
-            self._finish(flying.popleft())
-        return flight.views
 
     def _finish(self, flight: Flight) -> None:
         """Return once it is over; raise what went wrong, of torch's errors as they are: RuntimeError."""

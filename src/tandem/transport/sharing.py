@@ -102,9 +102,8 @@ def open_file(description: Mapping[str, Any]) -> mmap.mmap:
         os.close(handle)
 
 
-def remove_orphans(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove this user's shared files whose lender ended without closing them; returns their paths."""
-    removed = []
+def remove_orphans(folder: Path = SHARED_MEMORY) -> None:
+    """Remove this user's shared files whose lender ended without closing them."""
     for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(OSError):
             info = path.lstat()
@@ -115,10 +114,8 @@ def remove_orphans(folder: Path = SHARED_MEMORY) -> list[Path]:
                 if os.pread(handle, len(_MAGIC), 0) == _MAGIC:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the lender lives
                     path.unlink()
-                    removed.append(path)
             finally:
                 os.close(handle)
-    return removed
 
 
 ALIGNMENT = 64
@@ -258,7 +255,8 @@ def attach(description: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
         file = open_file(description) if description["kind"] == "host" else None
         for name, entry in description["tensors"].items():
-            offset = _storage_offset(entry)
+            # Bytes from the start of the allocation or file; Atropos writes it under a longer name.
+            offset = int(entry["storage_offset_orig"] if "storage_offset_orig" in entry else entry["storage_offset"])
             key = entry.get("ipc_handle_b64"), offset
             if key not in storages:
                 storage = open_storage(entry, offset) if file is None else _mapped(name, file, entry, offset)
@@ -290,11 +288,6 @@ def _layout(tensor: Tensor) -> dict[str, Any]:
         "stride": list(tensor.stride()),
         "dtype": str(tensor.dtype),
     }
-
-
-def _storage_offset(entry: Mapping[str, Any]) -> int:
-    """Bytes from the start of the allocation or file; Atropos writes it under a longer name."""
-    return int(entry["storage_offset_orig"] if "storage_offset_orig" in entry else entry["storage_offset"])
 
 
 def _mapped(name: str, file: mmap.mmap, entry: Mapping[str, Any], offset: int) -> torch.UntypedStorage:

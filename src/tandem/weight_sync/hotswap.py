@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
-from tandem.engines.base import LoadsVersions, LoraAdapter
+from tandem.engines.base import LoadsVersions
 from tandem.transport.adapters import write_adapter
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import Periodic, SyncContext
@@ -33,14 +32,10 @@ class Hotswap(Periodic):
             if later.name >= folder.name:
                 shutil.rmtree(later)
         adapter = session.trained.adapter()
-        await session.policy.compute(_write, adapter, folder)
+        # What an engine reads and nothing for people, which takes longer than all the tensors.
+        tensors = {name.replace(".default.", "."): tensor.detach() for name, tensor in adapter.tensors}
+        await session.policy.compute(write_adapter, folder, tensors, adapter.config)
         loaded = await session.engine.swap(folder, version, adapter)
         for old in sorted(folders.iterdir())[: -(session.versions + SPARE)]:
             shutil.rmtree(old)
         return loaded
-
-
-def _write(adapter: LoraAdapter, folder: Path) -> None:
-    """What an engine reads and nothing for people, which takes longer than all the tensors."""
-    tensors = {name.replace(".default.", "."): tensor.detach() for name, tensor in adapter.tensors}
-    write_adapter(folder, tensors, adapter.config)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tandem.algorithms.references.base import Reference, ReferenceWeights
-from tandem.lazy import Parameter
+from tandem.algorithms.references.base import Reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Reference):
     """The model as it was loaded: with ``trainable: full`` a second copy, with an adapter the adapter switched off.
 
-    An adapter starts at zero, so a copy of its first tensors switches it off.
+    An adapter starts at zero, so a copy of its first tensors switches it off. Nothing is saved: a resumed run loads the
+    same model again before its checkpoint.
     """
-
-    def hold(self, live: Iterable[tuple[str, Parameter]]) -> ReferenceWeights:
-        """Nothing is saved: a resumed run loads the same model again before its checkpoint."""
-        return ReferenceWeights(live)

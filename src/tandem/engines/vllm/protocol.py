@@ -22,23 +22,13 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 """A name, a digest, a path: what is kept or logged."""
 MOST_ANSWERS = 1024
 """Most answers to one prompt."""
-Answers = Annotated[int, msgspec.Meta(ge=1, le=MOST_ANSWERS)]
-"""How many answers to one prompt."""
 Length = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 """Tokens of an answer; that they fit the engine's context is checked with it."""
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-"""A number of tokens that may be none."""
 Likeliest = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 """Of how many of the likeliest tokens logprobs are told; -1: of all."""
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=100)]
-TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
-TopK = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
-MinP = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Repetition = Annotated[float, msgspec.Meta(ge=0.01, le=100)]
-"""Logits are divided by it: by less, they overflow."""
 Penalty = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 Stops = Annotated[list[Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]], msgspec.Meta(max_length=256)]
-StopTokens = Annotated[list[Token], msgspec.Meta(max_length=4096)]
 Dtype = Annotated[
     str,
     msgspec.Meta(pattern=r"^(torch\.)?(float(16|32|64)|bfloat16|float8_(e4m3fn|e5m2)|u?int8|int(16|32|64)|bool)$"),
@@ -99,19 +89,20 @@ class Generate(Body):
 
     prompt: str | Ids
     """Text, or token ids."""
-    n: Answers = 1
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_ANSWERS)] = 1
     max_tokens: Length = 16
-    min_tokens: Count = 0
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     temperature: Temperature = 1.0
-    top_p: TopP = 1.0
-    top_k: TopK = 0
-    min_p: MinP = 0.0
-    repetition_penalty: Repetition = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0
+    """Logits are divided by it: by less than its bound, they overflow."""
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     seed: Whole | None = None
     stop: str | Stops | None = None
-    stop_token_ids: StopTokens | None = None
+    stop_token_ids: Annotated[list[Token], msgspec.Meta(max_length=4096)] | None = None
     include_stop_str_in_output: bool = False
     regex: Text | None = None
     """What an answer must match, by vLLM's grammar."""

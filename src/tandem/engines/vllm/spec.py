@@ -32,7 +32,7 @@ from tandem.engines.vllm.client.fleet import Fleet, Launch
 from tandem.engines.vllm.client.http import EngineServer
 from tandem.engines.vllm.client.process import has_vllm
 from tandem.engines.vllm.client.urls import UrlServer
-from tandem.engines.vllm.server.places import PROBES
+from tandem.engines.vllm.server.admission import PROBES
 from tandem.engines.vllm.speedups import AT_ONCE, FEW
 from tandem.errors import ConfigError, bounded, check_bounds
 from tandem.machine import cores
@@ -168,7 +168,8 @@ class Vllm(EngineSpec):
                 f"engine.sleep: {self.sleep} goes with sync: broadcast alone: other ways need the memory that it would "
                 "release, or an engine that answers while a step is trained"
             )
-        if self.devices and not any(_first_device() in each.split(",") for each in self.devices):
+        first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
+        if self.devices and not any(first in each.split(",") for each in self.devices):
             return f"engine.sleep: {self.sleep} releases nothing that the trainer could use: devices are others"
         if not _has_cuda():
             return f"engine.sleep: {self.sleep} needs an accelerator: vLLM on a CPU has no sleep mode"
@@ -228,7 +229,7 @@ class Vllm(EngineSpec):
         launch = self._launch(requirements, context)
         folders = str(adapters.absolute())
         extra = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": folders, "TANDEM_LINGER": "0"}
-        served = replace(launch, records=None, environment=lambda i, key: {**launch.environment(i, key), **extra})
+        served = launch._replace(records=None, environment=lambda i, key: {**launch.environment(i, key), **extra})
         fleet = self._fleet(served, requirements)
         for server in fleet.servers:
             server.key = key
@@ -377,11 +378,6 @@ def _process_identity() -> str:
     """This process, for the engine to watch."""
     process = identity(os.getpid())
     return "" if process is None else f"{process.pid}:{process.started}"
-
-
-def _first_device() -> str:
-    """The trainer's accelerator, as CUDA_VISIBLE_DEVICES names it."""
-    return (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
 
 
 def _has_cuda() -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -182,6 +183,8 @@ class Scheduler:
 
     def __init__(self, client: Any):
         self._client = client
+        states = getattr(getattr(client, "output_processor", None), "request_states", None)
+        self._states: Mapping[str, Any] | None = states if isinstance(states, Mapping) else None
 
     @property
     def _core(self) -> Any:
@@ -197,14 +200,9 @@ class Scheduler:
         queue = getattr(self._core, "outputs_queue", None)
         while queue is not None and not queue.empty():
             await asyncio.sleep(0)
-        for _ in range(SETTLE + self._turns):
+        most, at_once = self._client.vllm_config.scheduler_config.max_num_seqs, int(os.environ.get(AT_ONCE) or 128)
+        for _ in range(SETTLE + math.ceil(most / at_once)):  # turns in which the tokens of one forward pass are filed
             await asyncio.sleep(0)
-
-    @property
-    def _turns(self) -> int:
-        """Of the event loop, in which the tokens of one forward pass are filed."""
-        at_once = int(os.environ.get(AT_ONCE) or 128)
-        return -(-int(self._client.vllm_config.scheduler_config.max_num_seqs) // at_once)
 
     def room(self) -> PrefillRoom:
         """What it may be given while it stands still; call it when it does, with nothing in flight."""
@@ -220,10 +218,6 @@ class Scheduler:
         batched = config.scheduler_config.max_num_batched_tokens
         return PrefillRoom(batched - PROBE_TOKENS, config.cache_config.block_size if cached else None)
 
-    async def go_on(self) -> None:
-        """Sample again."""
-        await self._client.resume_generation()
-
     @property
     def counting(self) -> bool:
         """vLLM's own record of requests in flight counts their tokens, and is where it is known to be."""
@@ -234,8 +228,3 @@ class Scheduler:
         for state in (self._states or {}).values():
             owner = getattr(state, "parent_req", None) or state
             yield owner.external_req_id, state.request_index, state.detokenizer.num_output_tokens()
-
-    @property
-    def _states(self) -> Mapping[str, Any] | None:
-        states = getattr(getattr(self._client, "output_processor", None), "request_states", None)
-        return states if isinstance(states, Mapping) else None

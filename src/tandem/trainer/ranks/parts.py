@@ -17,8 +17,7 @@ from torch.nn import Parameter
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig
 from tandem.config.sections import Distributed
-from tandem.distributed.group import DataGroup
-from tandem.distributed.shard_mesh import ShardMesh
+from tandem.distributed.group import DataGroup, ShardMesh
 from tandem.distributed.sharding import ShardedStepper
 from tandem.model.policy import Policy
 from tandem.observability import waits

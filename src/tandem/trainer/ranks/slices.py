@@ -24,9 +24,9 @@ from tandem.distributed.slices import EngineSlice, Slice
 from tandem.engines.base import EngineSpec, ExportsSlices
 from tandem.errors import TransportError, UnsupportedPair
 from tandem.trainable.full import write_index, write_part
+from tandem.transport.bridge import attach_parts
 from tandem.transport.buckets import TensorEntry
 from tandem.transport.daemon import on_daemon
-from tandem.transport.parts import attach_parts
 from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync

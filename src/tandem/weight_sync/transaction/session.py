@@ -19,8 +19,7 @@ from tandem.observability import waits
 from tandem.transport.checksums import digest
 from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import SyncContext, WeightSync
-from tandem.weight_sync.transaction.state import SyncState
+from tandem.weight_sync.base import SyncContext, SyncState, WeightSync
 from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.checksums import Checksums, compare_checksums, compare_frozen
 from tandem.weight_sync.verify.probe import Behaviour, ProbeAnswers, Rollouts
@@ -63,6 +62,8 @@ class Commit:
     """The policy's version, before it is verified that engines hold it."""
     free_slots: Callable[[], None] | None = None
     """Frees the slots of the batch that is trained; None where the caller does that later."""
+    began: float | None = None
+    """When the engine was paused for the optimizer, later by the time that this took; None: it was not."""
 
     def accept_requests(self) -> None:
         """Free the slots of the batch: requests from now on are served by the new weights. Again does nothing."""
@@ -128,7 +129,11 @@ class WeightSyncSession(SyncContext):
         await self._repeat(lambda: self._bind(fresh=fresh), "the engine is bound again")
 
     async def _bind(self, *, fresh: bool) -> None:
-        self._check_sleep()
+        if self.engine.sleeps > 1 and (frozen := sorted(self.trained.frozen)):
+            raise UnsupportedPair(
+                f"engine.sleep: 2 discards every weight, and {len(frozen)} of them are not trained, so no publish "
+                f"brings them back, first {frozen[0]!r}; use engine.sleep: 1"
+            )
         self.fresh = fresh
         await self.sync.bind(self)
         self._bound = self.engine.restart_count
@@ -194,18 +199,18 @@ class WeightSyncSession(SyncContext):
         async with self._lock:
             self._behaviour.recent = recent
             commit = Commit(free_slots=free_slots)
-            paused_at = None
             if self.sync.pause == "step":
-                paused_at = time.monotonic()
+                commit.began = time.monotonic()
                 await self._repeat(lambda: self._pause_for(step), "the engine is paused again")
                 self.state.write()
                 commit.accept_requests()
             optimizer_at = time.monotonic()
             yield commit
-            optimizer = 0.0 if paused_at is None else time.monotonic() - optimizer_at
+            if commit.began is not None:
+                commit.began += time.monotonic() - optimizer_at
             version = PolicyVersion(step=step, digest="")
             if self.sync.due(step, last=last):
-                commit.published = await self._publish(version, commit, paused_at=paused_at, optimizer=optimizer)
+                commit.published = await self._publish(version, commit)
             else:
                 await self._fold()
                 actual = digest(await self.trained.checksums())
@@ -238,14 +243,6 @@ class WeightSyncSession(SyncContext):
             await self.policy.compute(torch.cuda.empty_cache)
             await self.engine.wake()
 
-    def _check_sleep(self) -> None:
-        """Check that each publish restores every weight that a deep sleep discards."""
-        if self.engine.sleeps > 1 and (frozen := sorted(self.trained.frozen)):
-            raise UnsupportedPair(
-                f"engine.sleep: 2 discards every weight, and {len(frozen)} of them are not trained, so no publish "
-                f"brings them back, first {frozen[0]!r}; use engine.sleep: 1"
-            )
-
     async def recover(self) -> None:
         """Publish the policy's weights to an engine that was restarted; they may be newer than those it served."""
         async with waits.waiting(waits.actor("engine"), "weights after a start", on="publish"), self._lock:
@@ -253,15 +250,11 @@ class WeightSyncSession(SyncContext):
             if self._current is not None and not self._is_published:
                 await self._publish(self._current, Commit())
 
-    async def _publish(
-        self, version: PolicyVersion, commit: Commit, *, paused_at: float | None = None, optimizer: float = 0.0
-    ) -> Published:
+    async def _publish(self, version: PolicyVersion, commit: Commit) -> Published:
         """Publish; repeat it if an engine dies meanwhile."""
         async with waits.waiting(waits.actor("trainer"), f"version {version.step} to be published", on="publish"):
-            return await self._repeat(
-                lambda: self._transaction(version, commit, paused_at=paused_at, optimizer=optimizer),
-                f"version {version.step} is published again",
-            )
+            again = f"version {version.step} is published again"
+            return await self._repeat(lambda: self._transaction(version, commit), again)
 
     async def _pause_for(self, step: int) -> None:
         async with waits.waiting(waits.actor("trainer"), "it to stand still", on="engine"):
@@ -269,16 +262,14 @@ class WeightSyncSession(SyncContext):
         if not self._is_bound:  # it was started again since, so its storage is another
             await self._bind(fresh=False)
 
-    async def _transaction(
-        self, version: PolicyVersion, commit: Commit, *, paused_at: float | None, optimizer: float
-    ) -> Published:
-        start = time.monotonic()
+    async def _transaction(self, version: PolicyVersion, commit: Commit) -> Published:
+        began = time.monotonic() if commit.began is None else commit.began
         trainer_sums: Checksums | None = None
         if self.sync.sums_before_pause:
             await self._fold()
             trainer_sums = await self.trained.checksums()
         # An engine that was paused for the optimizer still is, unless it was started again since.
-        still_paused = paused_at is not None and self.state.state is SyncState.WRITING and self._is_bound
+        still_paused = commit.began is not None and self.state.state is SyncState.WRITING and self._is_bound
         if self.sync.pause != "never" and not still_paused:
             await self._pause_for(version.step)
             if not self.sync.finishes:  # where requests would die with the engine, later
@@ -295,9 +286,8 @@ class WeightSyncSession(SyncContext):
                 await self._fold()
             copied = await self.sync.transfer(self, version)
             # What is not brought back after the second sleep level is garbage, whatever it was before.
-            sleeps_deep = self.engine.sleeps > 1
             is_due = self._publishes % self.sync.verify_every == 0
-            should_verify = is_due or sleeps_deep or not self._is_published
+            should_verify = is_due or self.engine.sleeps > 1 or not self._is_published
             version, gap = await self._verified(version, commit, trainer_sums, should_verify=should_verify)
             await self.engine.set_version(version)
         except BaseException as error:
@@ -311,7 +301,7 @@ class WeightSyncSession(SyncContext):
         self._publishes += 1
         return Published(
             version=version,
-            seconds=time.monotonic() - (start if paused_at is None else paused_at) - optimizer,
+            seconds=time.monotonic() - began,
             bytes=copied,
             paused=paused,
             probe_gap=gap,

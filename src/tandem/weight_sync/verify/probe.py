@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -19,8 +18,6 @@ from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComp
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
 
-
-log = logging.getLogger(__name__)
 
 Rollouts = Sequence[Sequence[int]]
 """Token ids of rollouts, prompts included."""
@@ -65,8 +62,7 @@ class ProbeReading:
         return [self.scored] if self.sampled is None else [self.scored, self.sampled]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeAnswers:
+class ProbeAnswers(NamedTuple):
     """What all engines answered to one probe."""
 
     tokens: Sequence[int]
@@ -150,7 +146,9 @@ class Behaviour:
                     raise StaleWeights(self._refusal(version, doubt, noise, [reading, *again]))
                 new += chain.from_iterable(reading.answers for reading in again)
             noise.learn(new)
-        self._remember(readings[0])
+        # What these weights say of the probe, to tell later ones from them.
+        self._known[BEFORE] = readings[0].scored.trainer[: len(self.tokens) - 1]
+        self._known.setdefault(FIRST, self._known[BEFORE])
         return max(answer.worst() for reading in readings for answer in reading.answers)
 
     def _text(self, engine: Engine) -> list[int]:
@@ -162,16 +160,10 @@ class Behaviour:
         self.tokens = text[: LONG if routed and room >= LONG else short]
         return text[: max(len(self.tokens), min(MEASURED, room))]
 
-    def _remember(self, reading: ProbeReading) -> None:
-        """Keep what these weights say of the probe, to tell later ones from them."""
-        self._known[BEFORE] = reading.scored.trainer[: len(self.tokens) - 1]
-        self._known.setdefault(FIRST, self._known[BEFORE])
-
     async def _again(self, engine: Engine, index: int, doubted: ProbeReading) -> list[ProbeReading]:
         """More answers of an engine whose answer is in doubt."""
         if not all(answer.finite for answer in doubted.answers):
             return [doubted]
-        log.info("%s is asked again: its answer to a probe is not explained by noise as measured", doubted.name)
         text, most, readings = self._text(engine), engine.context - AGAIN_SAMPLES, list[ProbeReading]()
         begun = [text[: len(text) * part // BEGINNINGS] for part in range(1, BEGINNINGS)]
         for tokens in (text, *(list(tokens[:most]) for tokens in self.recent), *begun):

@@ -89,19 +89,19 @@ class VllmEngine(Engine):
     async def _without_adapters(self) -> list[str]:
         """Unload adapters in the way of what is published; versions by name are served on, and unloaded later."""
         weights, swaps = self._requirements.payload == "weights", self._requirements.capability is LoadsVersions
-        names = []
+        names, in_the_way = [], []
         for server in self.servers:
             status = await server.get("/lora/status", dict)
-            loaded = [entry["name"] for entry in status["loaded"]]
-            if (weights and (loaded or status["in_place"])) or (swaps and status["in_place"]):
-                pauses, seconds, reason = Pauses(), self._pause_seconds, "its weights were in doubt before"
-                await pauses.pause([server], wire.Pause(finish=True, seconds=seconds))
-                try:
-                    unloaded = wire.UnloadAdapter(adapter_name=None if weights else wire.IN_PLACE)
-                    await server.post("/lora/unload", unloaded)
-                finally:
-                    await pauses.resume_unchanged([server], reason, sleeps=0, seconds=seconds)
-            names.append(loaded)
+            names.append([entry["name"] for entry in status["loaded"]])
+            if (weights and (names[-1] or status["in_place"])) or (swaps and status["in_place"]):
+                in_the_way.append(server)
+        if in_the_way:
+            await self.pause(finish=True)
+            try:
+                unloaded = wire.UnloadAdapter(adapter_name=None if weights else wire.IN_PLACE)
+                await all_ended(server.post("/lora/unload", unloaded) for server in in_the_way)
+            finally:
+                await self.resume_unchanged("its weights were in doubt before")
         everywhere = set(names[0]).intersection(*names) if swaps else ()
         return [name for name in names[0] if name.startswith("step-") and name in everywhere]
 
@@ -246,7 +246,11 @@ class VllmEngine(Engine):
             self._same(server, answer["engine"])
         self._version = version
         if self._pending is not None:
-            await self._forget_old()
+            # Versions that no request can need any more; one still in use is tried again next time.
+            for name in self._swapped[: -self._requirements.versions]:
+                answers = await self.fleet.all("/lora/unload", wire.UnloadAdapter(adapter_name=name, unless_used=True))
+                if all(name in answer["unloaded"] for answer in answers):
+                    self._swapped.remove(name)
         self._pending = None
 
     def accept_requests_for(self, step: int) -> bool:
@@ -357,13 +361,6 @@ class VllmEngine(Engine):
         await self.fleet.all("/lora/load", request)
         self._adapter, self._pending = adapter, name
         self._swapped.append(name)
-
-    async def _forget_old(self) -> None:
-        """Unload versions that no request can need any more; one still in use is tried again next time."""
-        for name in self._swapped[: -self._requirements.versions]:
-            answers = await self.fleet.all("/lora/unload", wire.UnloadAdapter(adapter_name=name, unless_used=True))
-            if all(name in answer["unloaded"] for answer in answers):
-                self._swapped.remove(name)
 
     async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
         """Every server's workers join a group; ``first`` is the rank of each server's first worker."""

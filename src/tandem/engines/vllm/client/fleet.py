@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from tandem.engines.base import EngineRequirements, RankEngine
@@ -29,8 +29,7 @@ HEALTH_SECONDS = 2.0
 """Between two checks that engines hold the weights published to them, and whether one that was away has returned."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class Launch(NamedTuple):
     """Command lines and environment by which the trainer starts its own engine processes."""
 
     command: Callable[[str, int, int], list[str]]
@@ -94,7 +93,7 @@ class Fleet:
         self.options = options
         self.requirements = requirements
         self._restarts = 0
-        self._starts, self._first, self._every = 0, first, every
+        self._first, self._numbers = first, itertools.count(first, every)
         self._recovering = asyncio.Lock()
         self.closed = False
 
@@ -194,9 +193,8 @@ class Fleet:
         launch, server = self._launch, self.servers[index]
         assert launch is not None
         sharing.remove_orphans()  # shared memory of an engine that was killed stays until it is removed
-        number, self._starts = self._first + self._starts * self._every, self._starts + 1
         process = server.process = EngineProcess.start(
-            launch.command(self._loadable(), urlsplit(server.url).port or 0, number),
+            launch.command(self._loadable(), urlsplit(server.url).port or 0, next(self._numbers)),
             launch.environment(index, server.key),
             launch.log / f"engine-{self._first + index}.log",
         )

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from tandem.engines.vllm.protocol import IN_PLACE, Refusal
-from tandem.engines.vllm.server.places import PROBES, Places
+from tandem.engines.vllm.server.admission import PROBES, Places
 from tandem.engines.vllm.speedups import PIECES_KEY, PrefillRoom, Scheduler
 from tandem.types import UNKNOWN_VERSION
 
@@ -109,11 +109,6 @@ class PauseLease:
         self._stopping: asyncio.Task[None] | None = None
         self._by = ""
         self._since = 0.0
-
-    @property
-    def runs(self) -> bool:
-        """The lease runs: its holder is expected back."""
-        return self._timer is not None
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -382,7 +377,7 @@ class Frontend:
         self.steps[self.generation] = UNKNOWN_VERSION if self._version_set is None else self._version_set
 
     async def _go_on(self) -> None:
-        await self._scheduler.go_on()
+        await self.client.resume_generation()
         if self._stood_since is not None:
             self._stood, self._stood_since = self._stood + time.monotonic() - self._stood_since, None
 
@@ -426,14 +421,12 @@ class Frontend:
         while min_step > self._sampling_step and self.state != "stopped":
             await self._changed.wait()
         async with self.places.taken(answers):
-            while not self._admits(prompt, answers, min_step):
+            waits_for_step = min_step > UNKNOWN_VERSION
+            while self.state == "paused" and not (waits_for_step and self._room.takes(prompt, answers)):
                 await self._changed.wait()
             if self.state == "stopped":
                 raise Stopped(self.reason)
             yield
-
-    def _admits(self, prompt: Sequence[int], answers: int, min_step: int) -> bool:
-        return self.state != "paused" or (min_step > UNKNOWN_VERSION and self._room.takes(prompt, answers))
 
     @property
     def salt(self) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.protocol import KIND, Failed, Many, Refusal, Sampled, SiblingRequests, TakeBack, framed
 from tandem.engines.vllm.server.adapters import Adapters
+from tandem.engines.vllm.server.admission import EngineLimits
 from tandem.engines.vllm.server.asgi import ClientDisconnected, Receive, Send, disconnected, problem
 from tandem.engines.vllm.server.frontend import Frontend
-from tandem.engines.vllm.server.limits import EngineLimits
 
 TICK = 0.02
 """Seconds between the moments at which answers are sent, those of all requests alike: a turn of the client's event loop

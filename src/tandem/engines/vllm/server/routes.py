@@ -11,17 +11,17 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.protocol import Refusal, parsed
-from tandem.engines.vllm.server.adapters import Adapters
+from tandem.engines.vllm.server.adapters import IN_PLACE_ID, Adapters
+from tandem.engines.vllm.server.admission import EngineLimits
 from tandem.engines.vllm.server.asgi import Receive, Scope, Send, answer, authorise, disconnected, read, refuse, unless
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
-from tandem.engines.vllm.server.limits import EngineLimits
 from tandem.engines.vllm.server.many import ManyAnswers
-from tandem.engines.vllm.server.receiver import Receiver
 from tandem.engines.vllm.server.stock import Stock
 from tandem.engines.vllm.server.watch import TrainerWatch
 
@@ -65,6 +65,8 @@ def beyond_a_block(tokens: Sequence[int], config: Any) -> list[int]:
 
 MAX_REASON_CHARS = 4000
 """Characters of a reason that are kept."""
+LOOK_SECONDS = 0.02
+"""Between two looks whether every worker has joined the trainer's process group."""
 MANY = "/generate/many"
 """The route whose answers are sent one by one."""
 SAMPLE = frozenset({"/generate", "/bridge/probe"})
@@ -148,7 +150,7 @@ class _Live:
         self.limits = EngineLimits(engine)
         self.stock = Stock(app, self.frontend)
         self.adapters = Adapters(self.frontend, state)
-        self.receiver = Receiver(self.frontend, self.adapters)
+        self._announced: list[wire.Entry] = []
         self.sleep_level = 0
         """How deep the engine sleeps; 0: it is awake."""
         self.many = ManyAnswers(self.frontend, self.adapters, self.limits)
@@ -173,10 +175,10 @@ class _Live:
             "/lora/status": Endpoint("GET", self.adapters.status),
             "/lora/load": Endpoint("POST", self.adapters.load, wire.LoadAdapter, awake=True),
             "/lora/unload": Endpoint("POST", self.adapters.unload, wire.UnloadAdapter),
-            "/nccl/start_receiver": Endpoint("POST", self.receiver.start, wire.StartReceiver),
-            "/nccl/status": Endpoint("GET", self.receiver.status),
-            "/nccl/stop_receiver": Endpoint("POST", self.receiver.stop),
-            "/nccl/receive": Endpoint("POST", self.receiver.receive, wire.Receive, awake=True),
+            "/nccl/start_receiver": Endpoint("POST", self.start_receiver, wire.StartReceiver),
+            "/nccl/status": Endpoint("GET", self.connection),
+            "/nccl/stop_receiver": Endpoint("POST", self.stop_receiver),
+            "/nccl/receive": Endpoint("POST", self.receive, wire.Receive, awake=True),
         }
 
     async def health(self, _: None) -> Any:
@@ -265,7 +267,7 @@ class _Live:
         return {"seconds": seconds, "state": front.state, "step": front.step, "digest": front.digest}
 
     async def export_weights(self, _: wire.Body) -> Any:
-        self._require_paused("lend moves")
+        self._require_paused("/bridge/lend moves")
         ranks = await self.frontend.rpc("tandem_export_weights")
         model = self.client.vllm_config.model_config.model
         return {"model": model, "ranks": [json.loads(text) for text in ranks]}
@@ -300,7 +302,7 @@ class _Live:
     async def sleep(self, request: wire.Sleep) -> Any:
         """Release the memory; twice is once."""
         front = self.frontend
-        self._require_paused("sleep takes the memory of")
+        self._require_paused("/bridge/sleep takes the memory of")
         if running := front.places.running:
             raise Refusal(409, f"{running} requests are in flight, and sleep would lose their keys and values")
         if not getattr(self.client.vllm_config.model_config, "enable_sleep_mode", False):
@@ -322,7 +324,7 @@ class _Live:
         return {"level": self.sleep_level}
 
     async def export_adapter(self, request: wire.ExportAdapter) -> Any:
-        self._require_paused("lend_slot writes")
+        self._require_paused("/bridge/lend_slot writes")
         return {"ranks": await self.adapters.export_adapter(request)}
 
     async def reattach(self, request: wire.Reattach) -> Any:
@@ -332,6 +334,68 @@ class _Live:
             raise Refusal(404, f"no process {request.trainer.partition(':')[0]} runs here that started then")
         return {"engine": self.frontend.id}
 
+    async def start_receiver(self, request: wire.StartReceiver) -> Any:
+        """POST /nccl/start_receiver: join in the background; /nccl/status tells how it went."""
+        place = urlsplit(request.init_method)
+        if place.scheme != "tcp" or not place.hostname or not place.port:
+            raise Refusal(400, f"init_method must be tcp://host:port of rank 0, not {request.init_method!r}")
+        meeting = {"host": place.hostname, "port": place.port, "world": request.world_size}
+        meeting |= {"backend": request.backend, "name": request.name, "seconds": request.seconds}
+        self._announced = _entries(bytes(request.param_metadata))
+        await self.frontend.rpc("tandem_connect", json.dumps(meeting), request.first_rank)
+        return await self.connection()
+
+    async def connection(self, _: None = None) -> Any:
+        """GET /nccl/status: idle, connecting, connected, or error with its reason."""
+        ranks = await self.frontend.rpc("tandem_connection")
+        states = [rank["state"] for rank in ranks]
+        worst = next(state for state in ("error", "idle", "connecting", "connected") if state in states)
+        reasons = [rank["reason"] for rank in ranks if rank["reason"]]
+        return {"status": worst, "error": "; ".join(reasons) or None, "ranks": ranks}
+
+    async def stop_receiver(self, _: None) -> Any:
+        """POST /nccl/stop_receiver: leave the group."""
+        await self.frontend.rpc("tandem_disconnect")
+        return await self.connection()
+
+    async def receive(self, request: wire.Receive) -> Any:
+        """POST /nccl/receive: take one publish. If it breaks off, the engine is stopped: its weights are in doubt."""
+        self._require_paused("/nccl/receive overwrites")
+        announced = request.manifest or self._announced
+        if not announced:
+            raise Refusal(400, "manifest is missing, and start_receiver was given no param_metadata: what comes?")
+        while (state := (await self.connection())["status"]) == "connecting":
+            await asyncio.sleep(LOOK_SECONDS)
+        if state != "connected":
+            raise Refusal(409, f"this engine is in no process group ({state}): start the receiver, and wait for it")
+        lora_id = 0
+        if request.config is not None:
+            self.adapters.require_enabled()
+            lora_id = IN_PLACE_ID
+        self._announced = announced
+        try:
+            self.frontend.written = True
+            arguments = json.dumps(announced), request.bucket_bytes, lora_id, json.dumps(request.config)
+            await self.frontend.rpc("tandem_receive", *arguments)
+        except Exception as error:
+            await self.frontend.stop(f"a publish broke off while it was being received: {error}")
+            raise
+        if lora_id:
+            self.adapters.written()
+        return {"status": "ok", "tensors": len(self._announced)}
+
     def _require_paused(self, what: str) -> None:
         if self.frontend.state not in ("paused", "stopped"):
-            raise Refusal(409, f"/bridge/{what} what is being sampled from: pause first (POST /bridge/pause)")
+            raise Refusal(409, f"{what} what is being sampled from: pause first (POST /bridge/pause)")
+
+
+def _entries(metadata: bytes) -> list[wire.Entry]:
+    """What ``param_metadata`` announces, in either form."""
+    if b'"param_names"' not in metadata:
+        named = parsed(metadata, dict[str, wire.Metadata])
+        return [(name, meta.shape, meta.dtype.removeprefix("torch.")) for name, meta in named.items()]
+    listed = parsed(metadata, wire.Listed)
+    shapes, dtypes = listed.param_shapes, listed.param_dtypes
+    if missing := [name for name in listed.param_names if name not in shapes or name not in dtypes]:
+        raise Refusal(400, f"param_metadata: {missing[0]!r} is missing from param_shapes or param_dtypes")
+    return [(name, shapes[name], dtypes[name].removeprefix("torch.")) for name in listed.param_names]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,23 +24,10 @@ from torch import Tensor
 from tandem.engines.vllm.adapters import rank_of, scaling
 from tandem.errors import EngineError
 from tandem.transport import sharing
+from tandem.transport.checksums import Shard
 
 _PEFT = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterTensor:
-    """One worker's part of an adapter tensor, in vLLM's LoRA slot."""
-
-    name: str
-    """As PEFT writes it to a file: ``base_model.model.<module>.lora_A.weight``, without the adapter's name."""
-    tensor: Tensor
-    """A view into the slot."""
-    first: tuple[int, int]
-    """Row and column that the view's first element has in the whole tensor."""
-    shape: tuple[int, int]
-    """Of the whole tensor, over all workers."""
 
 
 class _Target(NamedTuple):
@@ -145,7 +132,7 @@ class InPlaceAdapters:
     def _claim(
         self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], _Adapter]:
-        """The tensors under the names of ``AdapterTensor``, and the adapter in a slot, if they fit it."""
+        """The tensors under the names of PEFT's files, and the adapter in a slot, if they fit it."""
         rank = rank_of(config, self._manager.lora_config.max_lora_rank)
         named = _named(tensors)
         adapter = self._alive(lora_id)
@@ -166,7 +153,7 @@ class InPlaceAdapters:
                 )
         return named, adapter or self._register(lora_id, rank, targets)
 
-    def stored(self, lora_id: int) -> Iterator[AdapterTensor]:
+    def stored(self, lora_id: int) -> list[Shard]:
         """What the slot really holds, tensor by tensor, in the order it was first put.
 
         Raises:
@@ -175,9 +162,9 @@ class InPlaceAdapters:
         adapter = self._alive(lora_id)
         if adapter is None:
             raise EngineError(f"adapter {lora_id} is in no slot; put it first")
-        yield from _placed(adapter.targets, adapter.slot)
+        return _placed(adapter.targets, adapter.slot)
 
-    def loaded(self, lora_id: int, names: Iterable[str], config: Mapping[str, Any]) -> Iterator[AdapterTensor]:
+    def loaded(self, lora_id: int, names: Iterable[str], config: Mapping[str, Any]) -> list[Shard]:
         """What the slot of an adapter that vLLM loaded from a folder really holds, for the names it should have.
 
         Raises:
@@ -187,7 +174,7 @@ class InPlaceAdapters:
         if lora_id not in ids:
             raise EngineError(f"adapter {lora_id} is in no slot; load it first")
         targets = self._targets(_named(dict.fromkeys(names)), rank_of(config, self._manager.lora_config.max_lora_rank))
-        yield from _placed(targets, ids.index(lora_id))
+        return _placed(targets, ids.index(lora_id))
 
     def remove(self, lora_id: int) -> bool:
         """Free its slot; False if there was none."""
@@ -303,15 +290,13 @@ def _piece(number: int, size: int) -> range:
     return range(number * size, (number + 1) * size)
 
 
-def _placed(targets: Mapping[str, _Target], slot: int) -> Iterator[AdapterTensor]:
+def _placed(targets: Mapping[str, _Target], slot: int) -> list[Shard]:
     """What a slot holds; viewed anew each time, for lending moves storage."""
-    for name, target in targets.items():
-        first = target.rows.start, target.columns.start
-        yield AdapterTensor(name=name, tensor=target.view(slot), first=first, shape=target.shape)
+    return [Shard(name, t.view(slot), (t.rows.start, t.columns.start)) for name, t in targets.items()]
 
 
 def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors under the names of ``AdapterTensor``."""
+    """The tensors under the names of PEFT's files: ``base_model.model.<module>.lora_A.weight``, no adapter's own."""
     named = {}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)

@@ -13,6 +13,8 @@ import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -93,16 +95,16 @@ class WorkerExtension:
         Raises:
             EngineError: vLLM's loader does more than to place them, or does not place all of them.
         """
-        if self._tandem_recorded is None:
-            from vllm.config import set_current_vllm_config
-
-            config = self.model_runner.vllm_config
-            with set_current_vllm_config(config):  # vLLM's Transformers backend has classes of transformers ask for it
-                weights, stored = tensors_of(config.model_config.model, config.model_config.dtype)
-                self._tandem_recorded = recorded(self.tandem_model, weights, stored, world=self.tandem_world)
         return self._tandem_recorded.places(self.tandem_model)
 
-    _tandem_recorded: ParameterMap | None = None
+    @cached_property
+    def _tandem_recorded(self) -> ParameterMap:
+        from vllm.config import set_current_vllm_config
+
+        config = self.model_runner.vllm_config
+        with set_current_vllm_config(config):  # vLLM's Transformers backend has classes of transformers ask for it
+            weights, stored = tensors_of(config.model_config.model, config.model_config.dtype)
+            return recorded(self.tandem_model, weights, stored, world=self.tandem_world)
 
     def tandem_map(self) -> str:
         """JSON: where every Hugging Face tensor lies in this rank's parameters."""
@@ -134,17 +136,17 @@ class WorkerExtension:
 
         The same description is handed out again, to a trainer that comes back.
         """
-        if self._tandem_exported is None:
-            parameters = dict(self.tandem_model.named_parameters())
-            # Named by process, so that what a killed engine left behind can be told from what is in use.
-            file = sharing.SHARED_MEMORY / f"tandem-weights-{os.getpid()}"
-            self._tandem_exported, self._tandem_keep = sharing.export(parameters, file)
-        return json.dumps({"lent": self._tandem_exported, "map": json.loads(self.tandem_map())})
+        description, _ = self._tandem_exported
+        return json.dumps({"lent": description, "map": json.loads(self.tandem_map())})
+
+    @cached_property
+    def _tandem_exported(self) -> tuple[sharing.Description, sharing.ExportedTensors | None]:
+        # Named by process, so that what a killed engine left behind can be told from what is in use.
+        file = sharing.SHARED_MEMORY / f"tandem-weights-{os.getpid()}"
+        return sharing.export(dict(self.tandem_model.named_parameters()), file)
 
     _tandem_layout: _Layout | None = None
     _tandem_addresses: Any = None
-    _tandem_exported: Any = None
-    _tandem_keep: Any = None
 
     def tandem_checksums(self) -> dict[str, str]:
         """Checksum of every part of a tensor that this rank holds, in hexadecimal, by ``name@row,column``.
@@ -176,12 +178,12 @@ class WorkerExtension:
             name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
             for name, shape, dtype in json.loads(manifest)
         }
-        return json.dumps(self._tandem_in_place().export(lora_id, json.loads(config), tensors, sharing.SHARED_MEMORY))
+        return json.dumps(self._tandem_adapters.export(lora_id, json.loads(config), tensors, sharing.SHARED_MEMORY))
 
     def tandem_adapter_checksums(self, lora_id: int, names: list[str], config: str) -> dict[str, str]:
         """Checksums of what an adapter's slot really holds; ``names`` are given for one that vLLM loaded itself."""
-        adapters = self._tandem_in_place()
-        parts = list(adapters.loaded(lora_id, names, json.loads(config)) if names else adapters.stored(lora_id))
+        adapters = self._tandem_adapters
+        parts = adapters.loaded(lora_id, names, json.loads(config)) if names else adapters.stored(lora_id)
         shards = (Shard(_part(part.name, part.first), part.tensor, part.first) for part in parts)
         # By the slot's address: there are few slots, and many versions by name come and go in them.
         sums: dict[int, ChecksumCache] = self.__dict__.setdefault("_tandem_sums", {})
@@ -189,13 +191,11 @@ class WorkerExtension:
 
     def tandem_forget(self, lora_id: int) -> None:
         """Free an adapter's slot."""
-        self._tandem_in_place().remove(lora_id)
+        self._tandem_adapters.remove(lora_id)
 
-    def _tandem_in_place(self) -> InPlaceAdapters:
-        adapters: InPlaceAdapters | None = getattr(self, "_tandem_adapters", None)
-        if adapters is None:
-            adapters = self._tandem_adapters = InPlaceAdapters(self.model_runner)
-        return adapters
+    @cached_property
+    def _tandem_adapters(self) -> InPlaceAdapters:
+        return InPlaceAdapters(self.model_runner)
 
     def tandem_connect(self, rendezvous: str, first: int) -> None:
         """Begin to join the trainer's process group as rank ``first`` + our own; sampling goes on meanwhile.
@@ -226,10 +226,8 @@ class WorkerExtension:
         entries = [(name, tuple(shape), dtype) for name, shape, dtype in json.loads(manifest)]
         receive = joining.result(0).receive
         if lora_id:
-            buckets = list(receive(entries, bucket_bytes, keep=True))
-            self._tandem_in_place().put(
-                lora_id, json.loads(config), dict(pair for bucket in buckets for pair in bucket)
-            )
+            tensors = dict(chain.from_iterable(receive(entries, bucket_bytes, keep=True)))
+            self._tandem_adapters.put(lora_id, json.loads(config), tensors)
         else:
             places = self._tandem_current().places
             if unknown := [name for name, _, _ in entries if name not in places]:
@@ -238,8 +236,7 @@ class WorkerExtension:
                 pairs = [(p.tensor, share(tensor, p)) for name, tensor in bucket for p in places[name]]
                 if pairs:
                     torch._foreach_copy_([target for target, _ in pairs], [part for _, part in pairs])
-        if self.tandem_device.type == "cuda":
-            torch.cuda.synchronize()
+        self.tandem_settle()
 
     _tandem_joining: Future[Member] | None = None
 

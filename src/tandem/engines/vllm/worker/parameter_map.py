@@ -12,8 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,7 @@ from tandem.errors import ConfigError, EngineError
 RESTART = "use sync: restart for this model"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPlace:
+class TensorPlace(NamedTuple):
     """A part of a trainer's tensor that this rank holds."""
 
     tensor: Tensor
@@ -37,8 +35,7 @@ class TensorPlace:
     """Of the whole tensor, over all ranks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class Region(NamedTuple):
     """A box of a trainer's tensor, and where its elements lie in a parameter."""
 
     parameter: str
@@ -50,8 +47,7 @@ class Region:
     """In the parameter, by the tensor's dimensions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterMap:
+class ParameterMap(NamedTuple):
     """Where this rank holds what; it outlives the storage, which may be moved."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -101,6 +97,7 @@ def tensors_of(name: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[s
         EngineError: this environment's transformers does not know the model.
     """
     from transformers import AutoConfig
+    from transformers.core_model_loading import revert_weight_conversion
 
     from tandem.model.packing import causal_class
 
@@ -111,19 +108,9 @@ def tensors_of(name: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[s
         with torch.no_grad(), _Views():  # type: ignore[no-untyped-call]
             weights = {key: parameter.detach() for key, parameter in model.named_parameters()}
             buffers = {k: v for k, v in model.state_dict().items() if k in dict(model.named_buffers())}
-            return weights, _as_stored(model, weights | buffers)
+            return weights, revert_weight_conversion(model, weights | buffers)
     except (OSError, ValueError, ConfigError) as error:
         raise EngineError(f"the engine's transformers cannot make the trainer's model: {error}; {RESTART}") from error
-
-
-def _as_stored(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model's tensors under the names that a checkpoint has."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before 5.0 there is no difference
-        return tensors
-    stored: dict[str, Tensor] = revert_weight_conversion(model, tensors)
-    return stored
 
 
 def recorded(
@@ -203,7 +190,8 @@ class _Recording(_Views):
         target = args[0] if func._schema.is_mutable and args and isinstance(args[0], Tensor) else None
         if target is None or target.is_meta:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        name, has_values = self.parameters.find(target), not any(_is_meta(value) for value in args[1:])
+        name = self.parameters.find(target)
+        has_values = not any(isinstance(value, Tensor) and value.is_meta for value in args[1:])
         if name is None and has_values:
             return func(*args, **kwargs or {})
         if name is not None and func._schema.name == "aten::copy_" and not has_values:
@@ -272,7 +260,7 @@ def _joined(one: Region, other: Region, dim: int) -> Region | None:
         return None
     size, strides = list(one.size), list(one.strides)
     size[dim], strides[dim] = one.size[dim] + other.size[dim], step
-    return replace(one, size=tuple(size), strides=tuple(strides))
+    return one._replace(size=tuple(size), strides=tuple(strides))
 
 
 _BOX = ("first", "size", "strides")
@@ -353,10 +341,6 @@ def _kept(model: nn.Module) -> Iterator[None]:
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
 
 
 def _bare(name: str) -> str:
