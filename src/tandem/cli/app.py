@@ -96,13 +96,11 @@ def check(
 
     Resolves every option, reads the data, scores gold answers, measures prompts, and plans memory.
     """
-    from tandem.cli.check import check
+    from tandem.cli.check import check, check_attack
     from tandem.cli.check_sample import check_sample
 
     code = check(recipe, overrides or [], tasks)
     if attack and not code:
-        from tandem.cli.check_attack import check_attack
-
         code = check_attack(recipe, overrides or [])
     if code and sample:
         typer.echo("no groups are played before that is mended")

@@ -1,10 +1,16 @@
-"""``tandem check``: everything that can go wrong before weights load, looked at before weights load."""
+"""``tandem check``: everything that can go wrong before weights load, looked at before weights load.
+
+With ``--attack`` also wrong answers that pay and right ones that do not, before a policy finds them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import shutil
+import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tandem import machine
-from tandem.cli._graders_log import graders_log
+from tandem.api.blocking import run_to_end
 from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
 from tandem.config.loading import FP8, Loaded, RunConfig, load
@@ -25,6 +31,7 @@ from tandem.errors import ConfigError, RewardError, TandemError, redacted
 from tandem.rewards.base import Reward
 from tandem.rewards.grading.calls import FunctionReward
 from tandem.rewards.grading.workers import Graders
+from tandem.rollout.attacks import attack
 from tandem.rollout.gold import GradedReplies, distinct, failures_of, siblings
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.pairs import RankCounts
@@ -33,6 +40,9 @@ from tandem.types import Rollout, Task
 CheckText = str | None
 """What a look found; None if what it needs is missing."""
 Question = Callable[[], CheckText | Awaitable[CheckText]]
+
+ATTACKED = 16
+"""Tasks whose rewards are attacked, of each environment."""
 
 
 def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
@@ -310,3 +320,39 @@ def warnings_of(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplie
 
 def _values(name: str, rollouts: Iterable[Rollout | None]) -> list[float]:
     return [rollout.rewards[name] for rollout in rollouts if rollout and name in rollout.rewards]
+
+
+@contextmanager
+def graders_log() -> Iterator[Path]:
+    """Path of the file that takes what rewards print; it is named at the end, or removed where nothing was printed."""
+    log = Path(tempfile.mkdtemp(prefix="tandem-check-")) / "graders.log"
+    try:
+        yield log
+    finally:
+        if log.exists() and log.stat().st_size:
+            typer.echo(f"what rewards printed, and their tracebacks: {log}")
+        else:
+            shutil.rmtree(log.parent)
+
+
+def check_attack(recipe: Path, overrides: Sequence[str]) -> int:
+    """Print which answers earn what they should not; returns 1 if any does, else 0.
+
+    Raises:
+        EnvError: an environment knows no gold reply.
+    """
+    config = load(recipe, overrides).config
+    with graders_log() as log:
+        lines = run_to_end(_attacked(config, log))
+        typer.echo("\n".join(lines) if lines else "attack: no wrong answer pays, and every right one does")
+    return 1 if lines else 0
+
+
+async def _attacked(config: RunConfig, log: Path) -> list[str]:
+    from tandem.trainer import environments
+
+    lines: list[str] = []
+    async with environments.opened(config, config.sources, log) as opened:
+        for name, graders in opened.graders.items():
+            lines += [f"{name}: {line}" for line in await attack(config.sources[name].env, graders, ATTACKED)]
+    return lines

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from tandem.api.blocking import run_to_end
-from tandem.cli._graders_log import graders_log
+from tandem.cli.check import graders_log
 from tandem.config.loading import RunConfig, load
 from tandem.errors import ConfigError
+from tandem.observability import progress
+from tandem.rollout.data_state import Draw
+from tandem.rollout.mixture import MixtureSchedule
+from tandem.rollout.task_sampler import EnvRunner
 from tandem.types import Group
-
-if TYPE_CHECKING:
-    from tandem.trainer.forecast import Forecast
 
 LITTLE = 0.25
 """Share of groups with signal below which most sampling is for nothing."""
@@ -32,36 +35,59 @@ def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> None:
     config = load(recipe, overrides).config
     if config.broker is not None:
         raise ConfigError(f"{recipe} trains on a broker's groups, and --sample plays none of those; leave it out")
-    from tandem.observability.progress import shown
-
     with graders_log() as log:
-        with shown():
-            forecast = run_to_end(_played(config, count, log))
-        for line in lines(forecast, config):
+        with progress.shown():
+            groups, seconds = run_to_end(_played(config, count, log))
+        for line in lines(groups, seconds, config):
             typer.echo(line)
 
 
-async def _played(config: RunConfig, count: int, log: Path) -> Forecast:
+async def _played(config: RunConfig, count: int, log: Path) -> tuple[list[Group], float]:
+    """The first ``count`` groups of a run, with the model as it is loaded, and the seconds that playing them took."""
     from tandem.trainer import assemble as run  # only now: it loads torch
     from tandem.trainer import environments
-    from tandem.trainer.forecast import forecast
 
     async with run.playing(config, environments.tasks(config, "train"), None, log) as runners:
-        return await forecast(config, runners, count)
+        begun = time.monotonic()
+        groups = await _first_groups(config, runners, count)
+        return groups, time.monotonic() - begun
 
 
-def lines(forecast: Forecast, config: RunConfig) -> Iterator[str]:
+async def _first_groups(config: RunConfig, runners: Sequence[EnvRunner], count: int) -> list[Group]:
+    """Groups in the order in which a run plays them, a batch's worth at a time."""
+    from tandem.trainer.environments import postprocess
+
+    table = MixtureSchedule(runners, config.groups_per_step)
+    names = list(itertools.islice(itertools.chain.from_iterable(map(table.batch, itertools.count())), count))
+    by_name = {runner.name: runner for runner in runners}
+    room, postprocess_rewards = asyncio.Semaphore(config.groups_per_step), postprocess(config)
+    with progress.under_way("sampling", total=count, unit="groups") as played:
+
+        async def play(index: int, name: str) -> Group:
+            runner = by_name[name]
+            task, id = runner.of(Draw(env=name, number=names[:index].count(name)))
+            async with room:
+                group = await runner.group_runner.run(
+                    task, id=id, index=index, size=config.group_size, sampling=config.sampling
+                )
+            played.advance()
+            return postprocess_rewards(group)
+
+        return await asyncio.gather(*(play(index, name) for index, name in enumerate(names)))
+
+
+def lines(groups: Sequence[Group], seconds: float, config: RunConfig) -> Iterator[str]:
     """The result in words."""
     from tandem.observability.board import answer_lines
     from tandem.observability.completions import shortened, shown
     from tandem.observability.dropped import change, why
 
-    groups, signal = forecast.groups, forecast.signal
+    signal = [group for group in groups if not group.zero_variance]
     without = [
         ("zero_variance" if len(group.scored) > 1 else "failed", group) for group in groups if group.zero_variance
     ]
     tokens = sum(rollout.num_tokens for group in groups for rollout in group.rollouts)
-    yield f"played {len(groups)} groups of {config.group_size} answers in {forecast.seconds:.0f} s, {tokens:,} tokens"
+    yield f"played {len(groups)} groups of {config.group_size} answers in {seconds:.0f} s, {tokens:,} tokens"
     share = len(signal) / len(groups)
     commonest = Counter(why(reason, group) for reason, group in without).most_common(4)
     rest = "".join(f"; {count} {'with ' * reason.startswith('every')}{reason}" for reason, count in commonest)
