@@ -149,7 +149,7 @@ def new(
 @app.command()
 def recipes() -> None:
     """List the recipes that Tandem ships, which train and check take by name."""
-    from tandem.cli.runs import print_recipes
+    from tandem.cli.new import print_recipes
 
     print_recipes()
 
@@ -157,7 +157,7 @@ def recipes() -> None:
 @app.command()
 def runs(folder: Folder = Path("runs")) -> None:
     """List the runs in a folder, the newest last."""
-    from tandem.cli.runs import print_runs
+    from tandem.cli.show import print_runs
 
     print_runs(folder)
 
@@ -330,7 +330,7 @@ def serve_run(
     port: Annotated[int, typer.Option(help="Port; 0: a free one.")] = 8000,
 ) -> None:
     """Serve a trained model by OpenAI's API on the run's engine, until Ctrl-C."""
-    from tandem.cli.serve_model import serve_model
+    from tandem.cli.serve import serve_model
 
     serve_model(run, overrides or [], step, host, port, typer.echo)
 
