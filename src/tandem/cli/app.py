@@ -116,7 +116,7 @@ def certify(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False
     On made-up answers and a tiny model of its architecture, on the CPU: it must not depend on how a batch is cut, and
     must be that of the plain formulas.
     """
-    from tandem.cli.certify import print_certificate
+    from tandem.tools.certify.case import print_certificate
 
     raise typer.Exit(print_certificate(recipe, overrides or [], as_json=as_json))
 

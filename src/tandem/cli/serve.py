@@ -26,7 +26,7 @@ from tandem.model.policy import load_config
 from tandem.trainer import assemble
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.pairs import check_pairs
-from tandem.trainer.requirements import engine_requirements
+from tandem.trainer.world import engine_requirements
 from tandem.types import Sampling, Turn
 
 Tell = Callable[[str], None]

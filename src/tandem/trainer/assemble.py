@@ -35,16 +35,22 @@ from tandem.trainer import environments, loop, out_of_memory, run_folder, user_c
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, staging_of
 from tandem.trainer.evaluate import Evaluator, held_out
-from tandem.trainer.live import live_policy, model_of, rank_device, reference_of
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import RankCounts, check_pairs, is_cut
 from tandem.trainer.ranks import checks, layout
 from tandem.trainer.record import records
-from tandem.trainer.requirements import engine_requirements, started_on_ours
 from tandem.trainer.run_folder import RunLock
 from tandem.trainer.state import TrainerState, checkpoints_in
 from tandem.trainer.step import Step
-from tandem.trainer.world import World
+from tandem.trainer.world import (
+    World,
+    engine_requirements,
+    live_policy,
+    model_of,
+    rank_device,
+    reference_of,
+    started_on_ours,
+)
 from tandem.types import Json, PolicyVersion
 from tandem.weight_sync.transaction.session import WeightSyncSession
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-from tandem.types import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +58,3 @@ class Certificate:
     def passed(self) -> bool:
         """True if nothing failed."""
         return all(line.state != "fail" for line in self.lines)
-
-    def as_json(self) -> Json:
-        """Plain data."""
-        return {"passed": self.passed, **dataclasses.asdict(self)}

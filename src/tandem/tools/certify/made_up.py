@@ -18,7 +18,7 @@ from tandem.config.loading import RunConfig
 from tandem.model import packing
 from tandem.model.policy import load_config
 from tandem.testing.oracle import PlainModel, part
-from tandem.trainer.live import prepared
+from tandem.trainer.world import prepared
 from tandem.types import UNKNOWN_LOGPROB, Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
 
 Own = Callable[[Sequence[int], Sequence[int], float], Sequence[float]]

@@ -17,9 +17,9 @@ from tandem.model import layers
 from tandem.model.layers import Checkpointing
 from tandem.model.policy import Compute, Policy
 from tandem.tools.certify.made_up import certified
-from tandem.trainer import live
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.step import LocalWork, Step
+from tandem.trainer.world import changing
 
 Gradient = Mapping[str, Tensor]
 """By parameter name."""
@@ -84,7 +84,7 @@ class CertifiedPolicy:
         self._parameters = dict(config.trainable.parameters(model))
         self._loaded = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._moves = {name: MOVES * _deviation(loaded) for name, loaded in self._loaded.items()}
-        self._changing = live.changing(config, self.policy)
+        self._changing = changing(config, self.policy)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._recorder = Recorder(names, lambda update: self._write(self.placed(update)))
         self.work = LocalWork.of(config, self.policy, self._recorder, None)

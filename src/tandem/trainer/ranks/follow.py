@@ -28,10 +28,10 @@ from tandem.model.policy import Policy
 from tandem.observability import vitals
 from tandem.trainer import memory_plan
 from tandem.trainer.checkpoint import Staging, load_states, staged_states, staging_of
-from tandem.trainer.live import live_policy, reference_of
 from tandem.trainer.pairs import engine_devices, is_cut, ranks_of_engine
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.work import RankWork, handlers
+from tandem.trainer.world import live_policy, reference_of
 from tandem.transport.rendezvous import own_address
 from tandem.transport.sharing import finish
 from tandem.weight_sync.shared import attach_export

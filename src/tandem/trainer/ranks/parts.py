@@ -24,8 +24,8 @@ from tandem.model.policy import Policy
 from tandem.observability import waits
 from tandem.optimizers.base import UpdatesParts
 from tandem.trainable.base import Trainable
-from tandem.trainer.live import rank_device
 from tandem.trainer.pairs import ranks_of_engine
+from tandem.trainer.world import rank_device
 from tandem.transport.daemon import on_daemon
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address
 
