@@ -31,7 +31,7 @@ from tandem.rollout.gold import require_full_marks
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.rollout.teacher import Score, ServedTeacher
 from tandem.rollout.template import Template
-from tandem.trainer import environments, loop, out_of_memory, run_folder, user_code
+from tandem.trainer import environments, loop, run_folder, user_code
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, staging_of
 from tandem.trainer.evaluate import Evaluator, held_out
@@ -115,7 +115,7 @@ async def _train(
         as_divided = memory.with_gradients(planner, config)
     folder = dog.folder = resume or run_folder.new_folder(recipe)
     lock.take(folder)
-    with run_folder.reporting(folder), out_of_memory.explained(config), vitals.shown(folder):
+    with run_folder.reporting(folder), memory.explained(config), vitals.shown(folder):
         if resume:
             run_folder.write_recipe(recipe, folder)  # what this resume changed holds for the next one too
         step = max(checkpoints_in(folder / "checkpoints"), default=0)
@@ -170,7 +170,7 @@ async def playing(
 @asynccontextmanager
 async def answering(config: RunConfig, weights: Path | None) -> AsyncIterator[tuple[Engine, Template]]:
     """The recipe's engine with its model, or with the trained ``weights`` of a checkpoint."""
-    with watchdog.watching(config.timeouts), out_of_memory.explained(config):
+    with watchdog.watching(config.timeouts), memory.explained(config):
         async with live_policy(config) as policy:
             if weights is not None:
                 await policy.compute(config.trainable.load, policy.model, weights)
