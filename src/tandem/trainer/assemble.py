@@ -31,7 +31,7 @@ from tandem.rollout.gold import require_full_marks
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.rollout.teacher import Score, ServedTeacher
 from tandem.rollout.template import Template
-from tandem.trainer import environments, loop, run_folder, user_code
+from tandem.trainer import environments, loop, run_folder
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, staging_of
 from tandem.trainer.evaluate import Evaluator, held_out
@@ -58,11 +58,7 @@ log = logging.getLogger(__name__)
 
 
 async def train(
-    config: RunConfig,
-    *,
-    resume: Path | None,
-    on_step: OnStep | None = None,
-    stop: asyncio.Event | None = None,
+    config: RunConfig, *, resume: Path | None, on_step: OnStep | None = None, stop: asyncio.Event | None = None
 ) -> Path:
     """Start a run, or go on with the one in ``resume``; returns its folder.
 
@@ -120,14 +116,10 @@ async def _train(
             run_folder.write_recipe(recipe, folder)  # what this resume changed holds for the next one too
         step = max(checkpoints_in(folder / "checkpoints"), default=0)
         if resume:
-            for change in user_code.changes(config, folder):
+            for change in run_folder.code_changes(config, folder):
                 log.warning("%s: the run goes on with it as it is; for the run that was begun, put it back", change)
         info = RunInfo(
-            name=folder.name,
-            folder=folder,
-            steps=config.steps,
-            config=recipes.as_json(config),
-            resumed_step=step,
+            name=folder.name, folder=folder, steps=config.steps, config=recipes.as_json(config), resumed_step=step
         )
         alarms = AlarmWatch(info.config)
         with Telemetry(info, config.loggers, alarms, on_step) as telemetry:

@@ -16,9 +16,8 @@ import msgspec
 
 from tandem.observability.loggers.base import phase
 from tandem.observability.report import samples
-from tandem.observability.report.diagnosis import diagnosis
 from tandem.observability.report.folder import Row, RunFolder, load
-from tandem.observability.report.summary import Summary, episodes, evaluations, summarise
+from tandem.observability.report.summary import Summary, diagnosis, episodes, evaluations, summarise
 from tandem.types import Json
 
 SCRIPTS = ("charts.js", "uPlot.iife.min.js", "page.js", "rollouts.js", "runs.js", "start.js")

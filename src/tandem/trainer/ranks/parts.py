@@ -63,12 +63,7 @@ class RankParts:
 
     @classmethod
     def connect(
-        cls,
-        rendezvous: Rendezvous,
-        rank: int,
-        device: torch.device,
-        distributed: Distributed,
-        workers: int = 1,
+        cls, rendezvous: Rendezvous, rank: int, device: torch.device, distributed: Distributed, workers: int = 1
     ) -> RankParts:
         """Make every group of the ranks; all ranks call this together.
 
