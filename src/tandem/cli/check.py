@@ -125,9 +125,9 @@ class _RecipeCheck:
 
     def _parts(self) -> str:
         """Parts and ranks that must work together."""
-        from tandem.trainer.ranks import checks
+        from tandem.trainer.ranks import layout
 
-        checks.check_config(self._config)
+        layout.check_config(self._config)
         envs = [f"env {name}" for name in self._config.sources]
         several = (None, "envs", "rewards", "corrections", "loggers")
         named = [
@@ -198,7 +198,7 @@ class _RecipeCheck:
                 chosen.
         """
         from tandem.model.policy import load_config
-        from tandem.trainer.ranks.checks import check_model_heads, check_routers
+        from tandem.trainer.ranks.layout import check_model_heads, check_routers
 
         self._model = load_config(self._config.model)
         check_model_heads(self._config, self._model)
@@ -260,10 +260,10 @@ class _RecipeCheck:
         Raises:
             UnsupportedPair: an option cannot be had with several.
         """
-        from tandem.trainer.ranks import checks
+        from tandem.trainer.ranks import layout
 
         counts = RankCounts.of(self._config)
-        checks.check_gpus(self._config, counts)
+        layout.check_gpus(self._config, counts)
         return str(counts.world)
 
     def _disk(self) -> str | None:

@@ -37,7 +37,7 @@ from tandem.trainer.checkpoint import Checkpoints, restore_weights, staging_of
 from tandem.trainer.evaluate import Evaluator, held_out
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import RankCounts, check_pairs, is_cut
-from tandem.trainer.ranks import checks, layout
+from tandem.trainer.ranks import layout
 from tandem.trainer.record import records
 from tandem.trainer.run_folder import RunLock
 from tandem.trainer.state import TrainerState, checkpoints_in
@@ -95,16 +95,16 @@ async def _train(
 ) -> Path:
     recipe, config = config, layout.placed(environments.counted(config))
     counts = RankCounts.of(config)
-    checks.check_config(config)
+    layout.check_config(config)
     if placement is not None:
-        checks.check_ranks(config, counts.world, placement)
-    checks.check_gpus(config, counts)
+        layout.check_ranks(config, counts.world, placement)
+    layout.check_gpus(config, counts)
     config.engine.check(folder=resume or Path(config.runs) / (config.name or ""))
     tasks = {split: environments.tasks(config, split) for split in environments.splits(config)}
     with waits.blocking("trainer", "its shape, prompts and memory", model_of(config), config.timeouts.wait_seconds):
         model = load_config(config.model)
-        checks.check_model_heads(config, model)
-        checks.check_routers(config, model)
+        layout.check_model_heads(config, model)
+        layout.check_routers(config, model)
         longest = environments.longest_prompt(config, model, tasks.get("train", {}))
         planner = memory.Planner(config, model, prompt_tokens=longest, resumed=resume)
         planner.plan(config).require()
