@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tandem.api.targets import recipe_of
@@ -140,9 +140,8 @@ def print_runs(folder: Path) -> None:
     if not runs:
         raise TandemError(f"there is no run in {folder}; tandem train RECIPE makes one")
     rows = sorted(((summarise(run), run) for run in runs), key=lambda row: (row[0]["started"] or 0.0, row[1].name))
-    table = Table(box=None, pad_edge=False)
-    for heading in ("run", "status", "steps", "model", "environment", "lr", "reward", "held out", "time"):
-        table.add_column(heading, overflow="fold")
+    headings = ("run", "status", "steps", "model", "environment", "lr", "reward", "held out", "time")
+    table = Table(*(Column(heading, overflow="fold") for heading in headings), box=None, pad_edge=False)
     for summary, run in rows:
         table.add_row(*map(Text, _row(run.name, summary)))
     Console().print(table)

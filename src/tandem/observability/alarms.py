@@ -7,6 +7,7 @@ for all of them after every step.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections import deque
@@ -198,18 +199,6 @@ Look = Callable[[MetricsHistory], str]
 """What the newest steps show of a pattern; empty if nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What an alarm found at the newest step."""
-
-    seen: str
-    """The figures, and what they are compared with."""
-    means: str
-    """What it usually means."""
-    change: str
-    """What to change: options of the recipe with values."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """A row of the table: a pattern of the newest steps."""
@@ -223,12 +212,14 @@ class Pattern:
     """What to change."""
 
 
-def find(alarm: Name, history: MetricsHistory) -> Finding | None:
+Found = tuple[Pattern, str]
+"""A pattern, and what was seen of it: the figures, and what they are compared with."""
+
+
+def find(alarm: Name, history: MetricsHistory) -> Found | None:
     """The first pattern of an alarm that the newest steps show."""
-    for pattern in PATTERNS:
-        if pattern.alarm == alarm and (seen := pattern.look(history)):
-            return Finding(seen=seen, means=pattern.means, change=pattern.change)
-    return None
+    shown = ((pattern, pattern.look(history)) for pattern in PATTERNS if pattern.alarm == alarm)
+    return next((found for found in shown if found[1]), None)
 
 
 def _changed(metric: str, seen: str, test: Callable[[float, float, RecipeOptions], bool]) -> Look:
@@ -441,16 +432,18 @@ class Notice:
     """The step after which it is reported."""
     since: int
     """First step that showed it."""
-    finding: Finding | None
-    """None: it is over."""
+    seen: str = ""
+    """The figures, and what they are compared with; empty: it is over."""
+    means: str = ""
+    """What it usually means."""
+    change: str = ""
+    """What to change: options of the recipe with values."""
 
     def fields(self) -> dict[str, Json]:
         """Fields of its event."""
-        head: dict[str, Json] = {"alarm": self.alarm, "step": self.step, "since": self.since}
-        if self.finding is None:
-            return head
-        texts = {"seen": self.finding.seen, "means": self.finding.means, "change": self.finding.change}
-        return {**head, **texts, "metrics": list(METRICS[self.alarm])}
+        if self.seen:
+            return {**dataclasses.asdict(self), "metrics": list(METRICS[self.alarm])}
+        return {"alarm": self.alarm, "step": self.step, "since": self.since}
 
 
 @dataclass(slots=True)
@@ -468,16 +461,16 @@ class _Episode:
     clears: int = CLEAR
     """Steps without the pattern that end it."""
 
-    def update(self, finding: Finding | None, step: int) -> Notice | None:
+    def update(self, found: Found | None, step: int) -> Notice | None:
         """Record what was found at a step; returns what to report, if anything."""
-        if finding is None:
+        if found is None:
             self.shown = 0
             self.clear += 1
             if not self.open or self.clear < self.clears:
                 return None
             self.open = False
             self.clears *= 2
-            return Notice(alarm=self.alarm, step=step, since=self.since, finding=None)
+            return Notice(alarm=self.alarm, step=step, since=self.since)
         if not self.shown and not self.open:
             self.since = step
         self.shown += 1
@@ -485,11 +478,13 @@ class _Episode:
         if self.open or self.shown < (1 if self.alarm == "loss" else CONFIRM):
             return None
         self.open = True
-        return self.notice(finding, step)
+        return self.notice(found, step)
 
-    def notice(self, finding: Finding, step: int) -> Notice:
+    def notice(self, found: Found, step: int) -> Notice:
         """The alarm, as of a step."""
-        return Notice(alarm=self.alarm, step=step, since=self.since, finding=finding)
+        pattern, seen = found
+        texts = {"seen": seen, "means": pattern.means, "change": pattern.change}
+        return Notice(alarm=self.alarm, step=step, since=self.since, **texts)
 
 
 class AlarmWatch:
@@ -522,11 +517,11 @@ class AlarmWatch:
         self._history.add(step, scalars)
         notices = []
         for episode in self._episodes:
-            finding = find(episode.alarm, self._history)
-            if (notice := episode.update(finding, step)) is not None:
+            found = find(episode.alarm, self._history)
+            if (notice := episode.update(found, step)) is not None:
                 notices.append(notice)
-            if self._stops and self.ended is None and finding is not None and episode.open:
-                self.ended = episode.notice(finding, step)
+            if self._stops and self.ended is None and found is not None and episode.open:
+                self.ended = episode.notice(found, step)
                 self.stop()
         return notices
 

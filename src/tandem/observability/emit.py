@@ -136,7 +136,7 @@ class Telemetry:
             for notice in notices:
                 fields = notice.fields()
                 logger.info("alarm: %s", fields)
-                self.event("alarm" if notice.finding else "alarm_over", **fields)
+                self.event("alarm" if notice.seen else "alarm_over", **fields)
         if self._on_step is not None:
             self._on_step(step, scalars)
         return scalars

@@ -123,7 +123,7 @@ class Entry:
         self.state = state
 
 
-@dataclass(slots=True)
+@dataclass
 class RolloutBuffer:
     """Rollout buffer: admits tasks, has their groups sampled, and forms batches in the order of admission.
 
@@ -147,16 +147,6 @@ class RolloutBuffer:
     max_dropped_batches: int = 50
     """Batches' worth of an environment's groups dropped in a row before it is left out, or the run ends if no other is
     left."""
-    ahead: int = field(init=False)
-    """Steps by which sampling may be ahead of training; the engine's weights may be behind by the rest of the lag."""
-    _drops_zero_variance: bool = field(init=False)
-    _oversample: Oversample = field(init=False)
-    _by_name: dict[str, EnvRunner] = field(init=False)
-    _mixture: EnvMixture = field(init=False)
-    _sampler: TaskSampler = field(init=False)
-    _replay: ReplayBuffer = field(init=False)
-    _forecast: SignalForecast = field(init=False)
-    _metrics: BufferMetrics = field(init=False)
     _entries: list[Entry] = field(default_factory=list)
     _taken: int = 0
     _freed: int = 0
@@ -169,9 +159,10 @@ class RolloutBuffer:
 
     def __post_init__(self) -> None:
         config = self.config
+        # Sampling may be so many steps ahead of training; the engine's weights may be behind by the rest of the lag.
         self.ahead = config.max_lag - config.sync.behind
         self._drops_zero_variance = config.zero_variance_groups == "drop" and config.teacher is None
-        self._oversample = config.oversample if self._drops_zero_variance else "off"
+        self._oversample: Oversample = config.oversample if self._drops_zero_variance else "off"
         self._by_name = {runner.name: runner for runner in self.runners}
         self._mixture = EnvMixture(self.runners, config.groups_per_step, self.max_dropped_batches)
         self._sampler = TaskSampler(self.runners, config.steps, config.reroll, config.curriculum, self._rerolled)

@@ -150,13 +150,12 @@ def stopped(step: int, alarm: Notice | None, folder: Path, saved: str = "all") -
         "weights": "its weights are saved, and nothing else (checkpoint: weights), so it cannot go on",
         "none": "nothing is saved (checkpoint: none), so it cannot go on",
     }[saved]
-    if alarm is None or alarm.finding is None:
+    if alarm is None:
         again = f"; go on with: {command('train', folder)}" if saved == "all" else ""
         return KeyboardInterrupt(f"stopped at step {step}, {saved_text}{again}")
-    finding = alarm.finding
     again = f" To go on all the same: {command('train', folder, 'alarms=warn')}" if saved == "all" else ""
-    seen = f"alarm {alarm.alarm} stopped the run at step {step}, {saved_text}: {finding.seen}"
-    return Alarmed(f"{seen}. {finding.means} What to change: {finding.change}{again}")
+    seen = f"alarm {alarm.alarm} stopped the run at step {step}, {saved_text}: {alarm.seen}"
+    return Alarmed(f"{seen}. {alarm.means} What to change: {alarm.change}{again}")
 
 
 @contextmanager

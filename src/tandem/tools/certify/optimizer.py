@@ -76,7 +76,7 @@ class KnownGradients(LocalWork):
             for name, parameter in self.named.items():
                 parameter.grad = micro[name].to(parameter.dtype, copy=True)
                 self.stepper.accumulate(parameter)
-        return BatchPass(metrics=(), logprobs=(), old_logprobs=())
+        return (), (), ()
 
     async def every(self, verb: Verb, *arguments: Any) -> Any:
         """As of any step; where updates took the weights is kept."""

@@ -115,11 +115,8 @@ class LeadWork(RankWork):
         others = [(of_plain(metrics), logprobs) for metrics, logprobs in replies]
         results = [list(zip(*of_rank, strict=True)) for of_rank in (here, *others)]
         in_order = _in_order(indices, results)
-        return BatchPass(
-            metrics=[metrics for metrics, _ in in_order],
-            logprobs=[logprobs for _, logprobs in in_order],
-            old_logprobs=[old for old in self._old if old is not None],
-        )
+        old_logprobs = [old for old in self._old if old is not None]
+        return [metrics for metrics, _ in in_order], [logprobs for _, logprobs in in_order], old_logprobs
 
     async def divergences(self, batch: StepBatch) -> Sequence[Sequence[float]]:
         """As of one rank, each computing its own."""
