@@ -21,8 +21,8 @@ from tandem.algorithms.curricula.solve_rate import SolveRate
 from tandem.config.sections import Replay, Reroll
 from tandem.errors import EnvError
 from tandem.metrics import flatten
-from tandem.rollout.data_state import DataState, Draw
 from tandem.rollout.replay import ReplayBuffer
+from tandem.rollout.source import DataState, Draw
 from tandem.rollout.task_sampler import TaskSampler
 from tandem.types import Group, Task
 

@@ -27,7 +27,7 @@ from tandem.metrics import Sum
 from tandem.model import layers, packing, routing
 from tandem.model.attention import Packed, sequential_positions
 from tandem.model.policy import Compute, Policy
-from tandem.rollout.data_state import DataState, Draw
+from tandem.rollout.source import DataState, Draw
 from tandem.trainer.pack import Packer
 from tandem.trainer.ranks.work import of_plain, to_plain
 from tandem.trainer.state import TrainerState

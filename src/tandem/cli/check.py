@@ -31,8 +31,7 @@ from tandem.errors import ConfigError, RewardError, TandemError, redacted
 from tandem.rewards.base import Reward
 from tandem.rewards.grading.calls import FunctionReward
 from tandem.rewards.grading.workers import Graders
-from tandem.rollout.attacks import attack
-from tandem.rollout.gold import GradedReplies, distinct, failures_of, siblings
+from tandem.rollout.gold import GradedReplies, attack, distinct, failures_of, siblings
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.pairs import RankCounts
 from tandem.types import Rollout, Task

@@ -17,8 +17,8 @@ from tandem.cli.check import graders_log
 from tandem.config.loading import RunConfig, load
 from tandem.errors import ConfigError
 from tandem.observability import progress
-from tandem.rollout.data_state import Draw
 from tandem.rollout.mixture import MixtureSchedule
+from tandem.rollout.source import Draw
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.types import Group
 

@@ -28,12 +28,11 @@ from tandem.config.loading import RunConfig
 from tandem.metrics import Value
 from tandem.observability import progress, waits
 from tandem.rollout.buffer_metrics import BufferMetrics
-from tandem.rollout.data_state import DataState, Draw
 from tandem.rollout.group_runner import PostprocessRewards
 from tandem.rollout.mixture import EnvMixture
 from tandem.rollout.oversampling import MOST, Oversample, SignalForecast
 from tandem.rollout.replay import ReplayBuffer
-from tandem.rollout.source import Batch
+from tandem.rollout.source import Batch, DataState, Draw
 from tandem.rollout.task_sampler import EnvRunner, TaskSampler
 from tandem.types import Group, Json
 

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 
 from tandem.config.sections import Replay
-from tandem.rollout.data_state import Draw, StoredGroup
+from tandem.rollout.source import Draw, StoredGroup
 from tandem.types import Group
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
-from tandem.rollout.data_state import DataState
+from tandem.rollout.source import DataState
 from tandem.types import Json, PolicyVersion
 
 _STEP = re.compile(r"[0-9]{6,}")
