@@ -11,7 +11,7 @@ from support.rollouts import answered, make_group
 
 from tandem.config.loading import from_options
 from tandem.errors import ConfigError
-from tandem.observability.completions import Completions
+from tandem.observability.answers import Completions
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.observability.loggers.console import Console

@@ -16,7 +16,6 @@ from typer.core import TyperGroup
 from typer.main import get_command_name
 
 from tandem import __version__
-from tandem.cli.arguments import Overrides, Show
 from tandem.errors import TandemError, is_theirs, message_of, place_of, redacted
 
 app = typer.Typer(
@@ -29,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="Options laid over the recipe.")]
+Show = Annotated[bool, typer.Option("--show", help="Print the recipe as YAML and exit.")]
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")]
 Target = Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe (file or name), or a run to resume.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]

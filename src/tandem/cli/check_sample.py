@@ -78,9 +78,8 @@ async def _first_groups(config: RunConfig, runners: Sequence[EnvRunner], count: 
 
 def lines(groups: Sequence[Group], seconds: float, config: RunConfig) -> Iterator[str]:
     """The result in words."""
+    from tandem.observability.answers import change, shortened, shown, why
     from tandem.observability.board import answer_lines
-    from tandem.observability.completions import shortened, shown
-    from tandem.observability.dropped import change, why
 
     signal = [group for group in groups if not group.zero_variance]
     without = [

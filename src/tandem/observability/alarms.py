@@ -83,8 +83,17 @@ class Window:
 class MetricsHistory:
     """The first and the latest steps of a run."""
 
-    def __init__(self, recipe: RecipeOptions) -> None:
+    def __init__(self, recipe: Mapping[str, Json]) -> None:
+        """Of a run by this recipe."""
         self.recipe = recipe
+        sources = recipe.get("envs") or {}
+        rewards = [source.get("rewards") or {} for source in sources.values()] or [recipe.get("rewards") or {}]
+        weights = [{name: _weight(spec) for name, spec in each.items()} for each in rewards]
+        goals = {max(each, key=lambda name: each[name]) for each in weights if each}
+        self.goal = "reward" if not goals else "accuracy" if len(weights) > 1 else f"reward/{next(iter(goals))}"
+        """Metric of the main reward."""
+        self.off_policy = bool(recipe.get("max_lag") or recipe.get("broker") or option(recipe, "replay.size"))
+        """True if training data may be older than the policy."""
         self._start: list[Row] = []
         self._rows: deque[Row] = deque(maxlen=KEPT)
         self._scale = 1.0
@@ -98,7 +107,7 @@ class MetricsHistory:
         self._rows.append((step, row))
         if len(self._start) < EARLIER and "demonstrations" not in scalars:
             self._start.append((step, row))
-        if math.isfinite(reward := abs(row.get(self.recipe.goal, 0.0))):
+        if math.isfinite(reward := abs(row.get(self.goal, 0.0))):
             self._scale = max(self._scale, reward)
 
     def newest(self, metric: str) -> float | None:
@@ -125,7 +134,7 @@ class MetricsHistory:
 
         Then other changes may be how the policy improved: right answers are often shorter.
         """
-        now, goal, then = self.now(EARLIER), self.recipe.goal, self.around(then)
+        now, goal, then = self.now(EARLIER), self.goal, self.around(then)
         if (now.mean("accuracy") or 0.0) >= SOLVED:
             return True
         level, before = now.mean(goal), then.mean(goal)
@@ -139,7 +148,7 @@ class MetricsHistory:
 
     def trend(self, then: Window) -> str:
         """How the main reward changed since an earlier window, in words; empty if it has no values."""
-        goal = self.recipe.goal
+        goal = self.goal
         level, before = self.now(EARLIER).mean(goal), self.around(then).mean(goal)
         if level is None or before is None:
             return ""
@@ -168,27 +177,6 @@ def short(value: float) -> str:
 def percent(share: float) -> str:
     """A share as percent, with a decimal below ten."""
     return f"{100 * share:.1f} %" if abs(share) < 0.1 and share else f"{100 * share:.0f} %"
-
-
-class RecipeOptions:
-    """What alarms ask of a resolved recipe."""
-
-    def __init__(self, config: Mapping[str, Json]) -> None:
-        self._config = config
-        sources = config.get("envs") or {}
-        rewards = [source.get("rewards") or {} for source in sources.values()] or [config.get("rewards") or {}]
-        weights = [{name: _weight(spec) for name, spec in each.items()} for each in rewards]
-        goals = {max(each, key=lambda name: each[name]) for each in weights if each}
-        self.goal = "reward" if not goals else "accuracy" if len(weights) > 1 else f"reward/{next(iter(goals))}"
-        """Metric of the main reward."""
-        self.off_policy = bool(config.get("max_lag") or config.get("broker")) or bool(self.get("replay.size"))
-        """True if training data may be older than the policy."""
-        self.grammar = bool(self.get("sampling.regex"))
-        """True if the sampler's logprobs are renormalised over what a grammar allows, so differ from the policy's."""
-
-    def get(self, path: str) -> Json:
-        """An option by its dotted path; None if there is none."""
-        return option(self._config, path)
 
 
 def _weight(spec: Json) -> float:
@@ -222,7 +210,7 @@ def find(alarm: Name, history: MetricsHistory) -> Found | None:
     return next((found for found in shown if found[1]), None)
 
 
-def _changed(metric: str, seen: str, test: Callable[[float, float, RecipeOptions], bool]) -> Look:
+def _changed(metric: str, seen: str, test: Callable[[float, float, Json], bool]) -> Look:
     """The median of a metric against earlier ones, unless the main reward has risen since.
 
     Args:
@@ -252,24 +240,24 @@ def _not_finite(history: MetricsHistory) -> str:
     return f"at {history.now(1)}: {', '.join(seen)}" if seen else ""
 
 
-def _collapsed(level: float, before: float, recipe: RecipeOptions) -> bool:
+def _collapsed(level: float, before: float, recipe: Json) -> bool:
     """True if the policy became certain of its tokens. Both in nats per token."""
     return level <= 0.1 * before or (level < 0.05 and level <= 0.25 * before)
 
 
-def _exploded(level: float, before: float, recipe: RecipeOptions) -> bool:
+def _exploded(level: float, before: float, recipe: Json) -> bool:
     """True if the policy's tokens became random. Both in nats per token; 0.7 nats double the choice of tokens."""
     return level >= 2 * before and level - before >= 0.7
 
 
-def _shrunk(level: float, before: float, recipe: RecipeOptions) -> bool:
+def _shrunk(level: float, before: float, recipe: Json) -> bool:
     """True if answers lost three quarters of their tokens."""
     return before >= 12 and level <= 0.25 * before
 
 
-def _near_limit(level: float, before: float, recipe: RecipeOptions) -> bool:
+def _near_limit(level: float, before: float, recipe: Json) -> bool:
     """True if answers became twice as long and fill half of sampling.max_tokens: reasoning may grow up to there."""
-    most = recipe.get("sampling.max_tokens")
+    most = option(recipe, "sampling.max_tokens")
     roomy = isinstance(most, int) and level < 0.5 * most
     return level - before >= 12 and level >= 2 * before and not roomy
 
@@ -318,7 +306,8 @@ def _kl_behavior(*, off_policy: bool) -> Look:
     def look(history: MetricsHistory) -> str:
         now, recipe = history.now(), history.recipe
         level = now.median("kl_behavior")
-        if level is None or recipe.grammar or recipe.off_policy != off_policy:
+        # Within a grammar the sampler's logprobs are those of what it allows, and differ from the policy's.
+        if level is None or option(recipe, "sampling.regex") or history.off_policy != off_policy:
             return ""
         seen = f"kl_behavior is {short(level)} nats per token ({now})"
         if level > limit:
@@ -498,7 +487,7 @@ class AlarmWatch:
         """
         options = config.get("alarms") or {}
         self._stops = options.get("action") == "stop"
-        self._history = MetricsHistory(RecipeOptions(config))
+        self._history = MetricsHistory(config)
         self._episodes = [_Episode(alarm) for alarm in METRICS if alarm not in (options.get("ignore") or ())]
         self.ended: Notice | None = None
         """The alarm that stopped the run."""

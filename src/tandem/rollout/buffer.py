@@ -85,11 +85,6 @@ class Entry:
     task: asyncio.Task[None] | None = None
     """Plays it, where it is played here."""
 
-    @classmethod
-    def restored(cls, draw: Draw, group: Group) -> Entry:
-        """An entry that a checkpoint had READY."""
-        return cls(group.index, draw, EntryState.READY, group)
-
     @property
     def in_flight(self) -> bool:
         """Its rollouts are not scored yet."""
@@ -179,7 +174,7 @@ class RolloutBuffer:
         known = zip(data_state.again, data_state.again_indices, strict=False)  # older checkpoints have no indices
         self._indices = {draw: index for draw, index in known if index >= 0}
         self._taken = self._freed = data_state.taken
-        self._entries = [Entry.restored(draw, group) for draw, group in data_state.ready]
+        self._entries = [Entry(group.index, draw, EntryState.READY, group) for draw, group in data_state.ready]
         self._mixture.resting.update(data_state.resting)
         self._admit()
         try:

@@ -24,7 +24,7 @@ from tandem.errors import ConfigError
 from tandem.model.policy import Policy, load_config, load_model, load_tokenizer
 from tandem.observability import progress, vitals, waits, watchdog
 from tandem.observability.alarms import AlarmWatch
-from tandem.observability.completions import Completions
+from tandem.observability.answers import Completions
 from tandem.observability.emit import OnStep, Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.rollout.gold import require_full_marks
