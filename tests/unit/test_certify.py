@@ -18,8 +18,8 @@ from tandem.algorithms.losses.grpo import Grpo
 from tandem.cli.app import app
 from tandem.config.loading import RunConfig, load
 from tandem.tools.certify.case import FORMULAS, certify
-from tandem.tools.certify.certificate import CertificateLine
 from tandem.tools.certify.made_up import shrunk
+from tandem.tools.certify.policy import CertificateLine
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

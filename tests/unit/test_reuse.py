@@ -133,7 +133,7 @@ def test_the_store_holds_the_newest_and_gives_each_its_turn() -> None:
     assert take(7) == "g3", "g2 would be five steps old"
     assert [one.group.id for one in store.stored] == ["g3", "g9"]
     assert take(8) is None
-    assert store.stored == ()
+    assert store.stored == []
 
 
 def test_flat_groups_failed_ones_and_replayed_ones_are_not_stored() -> None:

@@ -22,8 +22,9 @@ from tandem.config.sources import EnvSource, default_rewards, fault
 from tandem.config.tree import Branch, Problems, from_plain, parse, plain, render
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError, bounded, check_bounds, require
+from tandem.observability.answers import PrintCompletions
 from tandem.observability.loggers.base import MetricsLogger
-from tandem.observability.options import PrintCompletions, Timeouts
+from tandem.observability.watchdog import Timeouts
 from tandem.types import Json, Sampling
 
 if TYPE_CHECKING:

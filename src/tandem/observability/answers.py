@@ -8,8 +8,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tandem.errors import Bounded, bounded
 from tandem.observability.emit import Telemetry
-from tandem.observability.options import PrintCompletions
 from tandem.types import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,24 @@ def shortened(text: str, most: int = MOST_TEXT) -> str:
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-(most - most // 2) :]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrintCompletions(Bounded):
+    """Showing what the policy writes: sampled answers with their rewards, in the console and in loggers."""
+
+    every: int = bounded(10)
+    """Steps between two times at which answers are shown, the first step among them; 0 never shows any."""
+    count: int | None = bounded(1, least=1)
+    """Answers shown at a time, drawn from the step's; null: all of them."""
+
+    def due(self, step: int) -> bool:
+        """Whether answers of this step are shown."""
+        return self.every > 0 and (step == 1 or step % self.every == 0)
+
+    def inert(self) -> Mapping[str, str]:
+        """Of none that are shown there is no number."""
+        return {} if self.every else {"count": "every is 0, so no answers are shown"}
 
 
 class Completions:

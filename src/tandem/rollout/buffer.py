@@ -168,7 +168,7 @@ class RolloutBuffer:
     async def open(self, data_state: DataState) -> AsyncIterator[RolloutBuffer]:
         """Start playing where ``data_state`` stands; whatever is in flight at the end is cancelled."""
         self._sampler.open(data_state)
-        self._replay.fill(data_state.stored)
+        self._replay.stored = list(data_state.stored)
         self._forecast.counts.update(data_state.signal)
         self._admitted, self._refilled = data_state.admitted, data_state.refilled
         known = zip(data_state.again, data_state.again_indices, strict=False)  # older checkpoints have no indices
@@ -227,7 +227,7 @@ class RolloutBuffer:
             again_indices=(*(e.index for e in again), *(self._indices.get(draw, -1) for draw in drawn.again)),
             ready=tuple((entry.draw, entry.group) for entry in ready),
             resting=dict(self._mixture.resting),
-            stored=self._replay.stored,
+            stored=tuple(self._replay.stored),
             refilled=self._refilled,
             signal=dict(self._forecast.counts),
         )

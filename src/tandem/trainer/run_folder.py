@@ -256,14 +256,9 @@ class RunLock:
     """
 
     def __init__(self) -> None:
-        self._folder: Path | None = None
+        self.folder = Path()
+        """The folder that is locked, while there is one."""
         self._handle: int | None = None
-
-    @property
-    def folder(self) -> Path:
-        """The folder that is locked; only while there is one."""
-        assert self._folder is not None
-        return self._folder
 
     def take(self, folder: Path) -> None:
         """Lock a folder, which must be there; nothing where this lock has it already.
@@ -289,7 +284,7 @@ class RunLock:
         _descriptors.add(handle)
         os.ftruncate(handle, 0)
         os.write(handle, f"pid {os.getpid()} on {platform.node()}\n".encode())
-        self._folder, self._handle = folder, handle
+        self.folder, self._handle = folder, handle
 
     def check(self) -> None:
         """Look whether the folder that was locked is still there.
@@ -311,4 +306,4 @@ class RunLock:
         if self._handle is not None:
             _descriptors.discard(self._handle)
             os.close(self._handle)
-            self._folder = self._handle = None
+            self._handle = None

@@ -24,9 +24,17 @@ from tandem.errors import ConfigError
 from tandem.testing import oracle
 from tandem.testing.oracle import Formula, SampledSequence
 from tandem.tools.certify import optimizer
-from tandem.tools.certify.certificate import Certificate, CertificateLine, judged, skipped
 from tandem.tools.certify.made_up import GroupMaker
-from tandem.tools.certify.policy import CertifiedPolicy, Gradient, distance, norm
+from tandem.tools.certify.policy import (
+    Certificate,
+    CertificateLine,
+    CertifiedPolicy,
+    Gradient,
+    distance,
+    judged,
+    norm,
+    skipped,
+)  # fmt: skip
 from tandem.tools.certify.variations import VARIATIONS
 from tandem.trainer.pack import Packer
 from tandem.types import Group
