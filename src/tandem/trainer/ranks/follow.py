@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig, from_options
 from tandem.distributed.follower import Follower, Handler
 from tandem.distributed.placement import Placement
 from tandem.engines.base import EngineRequirements
 from tandem.errors import RankError
-from tandem.model.policy import Policy
 from tandem.observability import vitals
 from tandem.trainer import memory_plan
-from tandem.trainer.checkpoint import Staging, load_states, staged_states, staging_of
+from tandem.trainer.checkpoint import load_states, staged_states, staging_of
 from tandem.trainer.pairs import engine_devices, is_cut, ranks_of_engine
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.work import RankWork, handlers
@@ -83,12 +81,6 @@ class _Rank:
     def __init__(self, stack: AsyncExitStack, signs: ExitStack, placement: Placement, follower: Follower):
         self._stack, self._signs, self._placement, self._follower = stack, signs, placement, follower
         self.folder = Path()
-        self._config: RunConfig
-        self._policy: Policy
-        self._reference: ReferenceWeights | None
-        self._parts: RankParts
-        self._work: RankWork
-        self._staging: Staging
         self._writing: asyncio.Task[None] | None = None
         self._writer: AdapterWriter | None = None
         self._fleet: Fleet | None = None
