@@ -28,6 +28,7 @@ from tandem.trainer import memory_plan
 from tandem.trainer.checkpoint import load_states, staged_states, staging_of
 from tandem.trainer.pairs import engine_devices, is_cut, ranks_of_engine
 from tandem.trainer.ranks.parts import RankParts
+from tandem.trainer.ranks.slices import RankSlices, slice_handlers
 from tandem.trainer.ranks.work import RankWork, handlers
 from tandem.trainer.world import live_policy, reference_of
 from tandem.transport.rendezvous import own_address
@@ -38,7 +39,6 @@ from tandem.weight_sync.transaction.trained import Trained
 if TYPE_CHECKING:
     from tandem.engines.vllm.adapters import AdapterWriter
     from tandem.engines.vllm.client.fleet import Fleet
-    from tandem.trainer.ranks.slices import RankSlices
 
 COMMANDS = ["begin", "connect", "weights", "engine", "attach", "adapt", "cut", "bind", "checksums", "restore", "save"]
 """Of the lead, each executed by the method of ``_Rank`` of its name."""
@@ -164,8 +164,6 @@ class _Rank:
 
     async def _cut(self, body: Any) -> None:
         """Take this rank's part of the weights from the lead."""
-        from tandem.trainer.ranks.slices import RankSlices, slice_handlers
-
         bare = self._policy
         self._policy = policy = await bare.compute(self._parts.cut, bare, self._config.trainable)
         self._slices = RankSlices(policy, bare.causal)

@@ -7,7 +7,7 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from tandem.config.loading import RunConfig
 from tandem.config.sections import Distributed
 from tandem.distributed.group import DataGroup
 from tandem.distributed.shard_mesh import ShardMesh
+from tandem.distributed.sharded_weights import ShardedWeights
 from tandem.distributed.sharding import ShardedStepper
+from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
 from tandem.model.policy import Policy
 from tandem.observability import waits
 from tandem.optimizers.base import UpdatesParts
@@ -28,10 +30,6 @@ from tandem.trainer.pairs import ranks_of_engine
 from tandem.trainer.world import rank_device
 from tandem.transport.daemon import on_daemon
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address
-
-if TYPE_CHECKING:
-    from tandem.distributed.sharded_weights import ShardedWeights
-    from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
 
 FAULT_POLL_SECONDS = 1.0
 """Between two looks at what NCCL's watchdog noted."""
@@ -94,8 +92,6 @@ class RankParts:
                 of others is on the meta device.
             trainable: the recipe's.
         """
-        from tandem.distributed.sharded_weights import ShardedWeights
-
         assert self.mesh is not None
         whole = policy.model if self.group.rank == 0 else None
         if whole is not None:
@@ -121,8 +117,6 @@ class RankParts:
         updated: Callable[[], None] = lambda: None  # noqa: E731
         stand_in = updated
         if config.distributed.shard == "weights":
-            from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
-
             if not isinstance(policy, ShardedPolicy):
                 policy, updated = self._copied(policy, config.trainable)
             if reference is not None:
@@ -145,8 +139,6 @@ class RankParts:
         The lead's whole weights are for an engine in its process and for checkpoints, so a copy of them is cut. An
         adapter is one for both.
         """
-        from tandem.distributed.sharded_weights import ShardedWeights
-
         assert self.mesh is not None
         whole: dict[str, Any] = {}
         model = policy.model
@@ -200,7 +192,6 @@ class RankParts:
 
 def _cut_policy(policy: Policy, weights: ShardedWeights, trainable: Trainable) -> ShardedPolicy:
     """A policy with cut weights, from which what is folded into them has been taken."""
-    from tandem.distributed.weight_shards import ShardedPolicy
 
     def part(name: str) -> tuple[slice, slice]:
         of = weights.part(name)
