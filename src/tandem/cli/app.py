@@ -97,16 +97,19 @@ def check(
 
     Resolves every option, reads the data, scores gold answers, measures prompts, and plans memory.
     """
-    from tandem.cli.check import check, check_attack
+    from tandem.config.loading import load
+
+    config = load(recipe, overrides or []).config
+    from tandem.cli.check import check, check_attack  # only now: a mistake is told before the rest has loaded
     from tandem.cli.check_sample import check_sample
 
-    code = check(recipe, overrides or [], tasks)
+    code = check(config, tasks)
     if attack and not code:
-        code = check_attack(recipe, overrides or [])
+        code = check_attack(config)
     if code and sample:
         typer.echo("no groups are played before that is mended")
     elif sample:
-        check_sample(recipe, overrides or [], sample)
+        check_sample(config, sample)
     raise typer.Exit(code)
 
 

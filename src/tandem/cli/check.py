@@ -23,17 +23,20 @@ from tandem import machine
 from tandem.api.blocking import run_to_end
 from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
-from tandem.config.loading import FP8, Loaded, RunConfig, load
+from tandem.config.loading import FP8, RunConfig
 from tandem.config.sources import EnvSource
 from tandem.engines.base import ReportsChecksums
-from tandem.envs.base import Split
 from tandem.errors import ConfigError, RewardError, TandemError, redacted
+from tandem.model.policy import load_config, load_tokenizer
 from tandem.rewards.base import Reward
 from tandem.rewards.grading.calls import FunctionReward
 from tandem.rewards.grading.workers import Graders
+from tandem.rollout import template as rendering
 from tandem.rollout.gold import GradedReplies, attack, distinct, failures_of, siblings
+from tandem.trainer import environments
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.pairs import RankCounts
+from tandem.trainer.ranks import layout
 from tandem.types import Rollout, Task
 
 CheckText = str | None
@@ -44,20 +47,13 @@ ATTACKED = 16
 """Tasks whose rewards are attacked, of each environment."""
 
 
-def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
-    """Print what was found; returns 0, or the exit code of the first problem.
-
-    Raises:
-        ConfigError: the recipe itself is wrong.
-    """
-    return asyncio.run(_check(load(recipe, overrides), tasks))
+def check(config: RunConfig, tasks: int) -> int:
+    """Print what was found; returns 0, or the exit code of the first problem."""
+    return asyncio.run(_check(config, tasks))
 
 
-async def _check(loaded: Loaded, tasks: int) -> int:
-    from tandem.trainer import environments
-    from tandem.trainer.ranks import layout
-
-    check = _RecipeCheck(layout.placed(environments.counted(loaded.config)), tasks)
+async def _check(config: RunConfig, tasks: int) -> int:
+    check = _RecipeCheck(layout.placed(environments.counted(config)), tasks)
     console = Console()
     problems: list[TandemError] = []
     warned = 0
@@ -124,8 +120,6 @@ class _RecipeCheck:
 
     def _parts(self) -> str:
         """Parts and ranks that must work together."""
-        from tandem.trainer.ranks import layout
-
         layout.check_config(self._config)
         envs = [f"env {name}" for name in self._config.sources]
         several = (None, "envs", "rewards", "corrections", "loggers")
@@ -149,7 +143,7 @@ class _RecipeCheck:
 
     def _train_tasks(self) -> str:
         """The data, of which the first tasks are kept for the other checks."""
-        splits = self._read("train")
+        splits = environments.tasks(self._config, "train")
         self._tasks = {name: list(islice(tasks, self._most)) for name, tasks in splits.items()}
         return _of_each({name: f"{len(tasks):,}" for name, tasks in splits.items()})
 
@@ -159,13 +153,8 @@ class _RecipeCheck:
         if not self._tasks:
             return None
 
-        sizes = {name: len(tasks) for name, tasks in self._read("test").items()}
+        sizes = {name: len(tasks) for name, tasks in environments.tasks(self._config, "test").items()}
         return _of_each({name: f"{min(size, wanted):,} of {size:,}" for name, size in sizes.items()})
-
-    def _read(self, split: Split) -> Mapping[str, Sequence[Task]]:
-        from tandem.trainer import environments
-
-        return environments.tasks(self._config, split)
 
     async def _gold(self) -> str | None:
         """Gold replies, wrong and empty ones, graded in the same processes that training grades in.
@@ -196,12 +185,9 @@ class _RecipeCheck:
             ConfigError: ranks, or an engine's processes, cannot share its attention heads, or its experts cannot be
                 chosen.
         """
-        from tandem.model.policy import load_config
-        from tandem.trainer.ranks.layout import check_model_heads, check_routers
-
         self._model = load_config(self._config.model)
-        check_model_heads(self._config, self._model)
-        check_routers(self._config, self._model)
+        layout.check_model_heads(self._config, self._model)
+        layout.check_routers(self._config, self._model)
         self._planner = memory.Planner(self._config, self._model)
         counts = self._planner.modelled
         sizes = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
@@ -217,9 +203,6 @@ class _RecipeCheck:
         """
         if self._planner is None or not self._tasks:
             return None
-        from tandem.model.policy import load_tokenizer
-        from tandem.rollout import template as rendering
-
         limit = memory.context(self._config, self._model)
         tokenizer = load_tokenizer(self._config.model, chat_template=self._config.chat_template)
         template = rendering.Template(tokenizer, self._config.chat_template_kwargs)
@@ -234,8 +217,6 @@ class _RecipeCheck:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        from tandem.trainer.ranks import layout
-
         planner, counts = self._planner, RankCounts.of(self._config)
         if planner is None:
             return None
@@ -259,8 +240,6 @@ class _RecipeCheck:
         Raises:
             UnsupportedPair: an option cannot be had with several.
         """
-        from tandem.trainer.ranks import layout
-
         counts = RankCounts.of(self._config)
         layout.check_gpus(self._config, counts)
         return str(counts.world)
@@ -334,13 +313,12 @@ def graders_log() -> Iterator[Path]:
             shutil.rmtree(log.parent)
 
 
-def check_attack(recipe: Path, overrides: Sequence[str]) -> int:
+def check_attack(config: RunConfig) -> int:
     """Print which answers earn what they should not; returns 1 if any does, else 0.
 
     Raises:
         EnvError: an environment knows no gold reply.
     """
-    config = load(recipe, overrides).config
     with graders_log() as log:
         lines = run_to_end(_attacked(config, log))
         typer.echo("\n".join(lines) if lines else "attack: no wrong answer pays, and every right one does")
@@ -348,8 +326,6 @@ def check_attack(recipe: Path, overrides: Sequence[str]) -> int:
 
 
 async def _attacked(config: RunConfig, log: Path) -> list[str]:
-    from tandem.trainer import environments
-
     lines: list[str] = []
     async with environments.opened(config, config.sources, log) as opened:
         for name, graders in opened.graders.items():

@@ -14,27 +14,29 @@ import typer
 
 from tandem.api.blocking import run_to_end
 from tandem.cli.check import graders_log
-from tandem.config.loading import RunConfig, load
+from tandem.config.loading import RunConfig
 from tandem.errors import ConfigError
 from tandem.observability import progress
+from tandem.observability.answers import change, shortened, shown, why
+from tandem.observability.board import answer_lines
 from tandem.rollout.mixture import MixtureSchedule
 from tandem.rollout.source import Draw
 from tandem.rollout.task_sampler import EnvRunner
+from tandem.trainer import assemble, environments
 from tandem.types import Group
 
 LITTLE = 0.25
 """Share of groups with signal below which most sampling is for nothing."""
 
 
-def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> None:
+def check_sample(config: RunConfig, count: int) -> None:
     """Play and print; few groups with signal are a matter of judgement, and no error.
 
     Raises:
-        ConfigError: the recipe has no tasks of its own, or is wrong.
+        ConfigError: the recipe has no tasks of its own.
     """
-    config = load(recipe, overrides).config
     if config.broker is not None:
-        raise ConfigError(f"{recipe} trains on a broker's groups, and --sample plays none of those; leave it out")
+        raise ConfigError("the recipe trains on a broker's groups, and --sample plays none of those; leave it out")
     with graders_log() as log:
         with progress.shown():
             groups, seconds = run_to_end(_played(config, count, log))
@@ -44,10 +46,7 @@ def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> None:
 
 async def _played(config: RunConfig, count: int, log: Path) -> tuple[list[Group], float]:
     """The first ``count`` groups of a run, with the model as it is loaded, and the seconds that playing them took."""
-    from tandem.trainer import assemble as run  # only now: it loads torch
-    from tandem.trainer import environments
-
-    async with run.playing(config, environments.tasks(config, "train"), None, log) as runners:
+    async with assemble.playing(config, environments.tasks(config, "train"), None, log) as runners:
         begun = time.monotonic()
         groups = await _first_groups(config, runners, count)
         return groups, time.monotonic() - begun
@@ -55,12 +54,10 @@ async def _played(config: RunConfig, count: int, log: Path) -> tuple[list[Group]
 
 async def _first_groups(config: RunConfig, runners: Sequence[EnvRunner], count: int) -> list[Group]:
     """Groups in the order in which a run plays them, a batch's worth at a time."""
-    from tandem.trainer.environments import postprocess
-
     table = MixtureSchedule(runners, config.groups_per_step)
     names = list(itertools.islice(itertools.chain.from_iterable(map(table.batch, itertools.count())), count))
     by_name = {runner.name: runner for runner in runners}
-    room, postprocess_rewards = asyncio.Semaphore(config.groups_per_step), postprocess(config)
+    room, postprocess_rewards = asyncio.Semaphore(config.groups_per_step), environments.postprocess(config)
     with progress.under_way("sampling", total=count, unit="groups") as played:
 
         async def play(index: int, name: str) -> Group:
@@ -78,9 +75,6 @@ async def _first_groups(config: RunConfig, runners: Sequence[EnvRunner], count: 
 
 def lines(groups: Sequence[Group], seconds: float, config: RunConfig) -> Iterator[str]:
     """The result in words."""
-    from tandem.observability.answers import change, shortened, shown, why
-    from tandem.observability.board import answer_lines
-
     signal = [group for group in groups if not group.zero_variance]
     without = [
         ("zero_variance" if len(group.scored) > 1 else "failed", group) for group in groups if group.zero_variance
