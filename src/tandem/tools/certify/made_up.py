@@ -1,4 +1,4 @@
-"""Synthetic groups with every case that the trainer distinguishes, and the model of a certificate."""
+"""Synthetic groups with every case that the trainer distinguishes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 
-import torch
-from torch import nn
-
-from tandem.config import loading as recipes
-from tandem.config.loading import RunConfig
-from tandem.model import packing
-from tandem.model.policy import load_config
-from tandem.testing.oracle import PlainModel, part
-from tandem.trainer.world import prepared
 from tandem.types import UNKNOWN_LOGPROB, Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
 
 Own = Callable[[Sequence[int], Sequence[int], float], Sequence[float]]
@@ -220,26 +211,3 @@ def _with_logprobs(rollout: Rollout, own: Own, drift: Sequence[float]) -> Rollou
         place += len(logprobs)
         turns.append(replace(turn, completion=replace(turn.completion, logprobs=tuple(logprobs))))
     return replace(rollout, turns=tuple(turns))
-
-
-_ODD = {"attention_dropout": 0.2, "initializer_range": 0.03}
-"""What a run may not apply; and weights wide enough that the next-token distribution is not uniform."""
-
-
-def certified(config: RunConfig) -> tuple[nn.Module, PlainModel]:
-    """A tiny random model like the recipe's in float32 on the CPU, prepared for training; and in float64, as it was.
-
-    Raises:
-        ConfigError: the model's configuration cannot be read.
-    """
-    torch.manual_seed(config.seed)
-    layers = max([2, *(layer + 1 for layer in config.trainable.layers or ())])
-    tiny = packing.small(load_config(config.model), layers)
-    text = tiny.get_text_config()
-    for name, value in _ODD.items():
-        if hasattr(text, name):
-            setattr(text, name, value)
-    options = packing.attention(tiny, config.packing)
-    model = packing.causal_class(tiny).from_config(tiny, dtype=torch.float32, **options)
-    exact = PlainModel(model, part(recipes.as_json(config)["trainable"]))
-    return prepared(config, model), exact

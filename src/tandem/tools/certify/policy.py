@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig, loss_reference
-from tandem.model import layers
+from tandem.model import layers, packing
 from tandem.model.layers import Checkpointing
-from tandem.model.policy import Compute, Policy
-from tandem.tools.certify.made_up import certified
+from tandem.model.policy import Compute, Policy, load_config
+from tandem.testing.oracle import PlainModel, part
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.step import LocalWork, Step
-from tandem.trainer.world import changing
+from tandem.trainer.world import changing, prepared
 
 Gradient = Mapping[str, Tensor]
 """By parameter name."""
@@ -72,6 +73,29 @@ class Recorder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """It has no state."""
+
+
+_ODD = {"attention_dropout": 0.2, "initializer_range": 0.03}
+"""What a run may not apply; and weights wide enough that the next-token distribution is not uniform."""
+
+
+def certified(config: RunConfig) -> tuple[nn.Module, PlainModel]:
+    """A tiny random model like the recipe's in float32 on the CPU, prepared for training; and in float64, as it was.
+
+    Raises:
+        ConfigError: the model's configuration cannot be read.
+    """
+    torch.manual_seed(config.seed)
+    depth = max([2, *(layer + 1 for layer in config.trainable.layers or ())])
+    tiny = packing.small(load_config(config.model), depth)
+    text = tiny.get_text_config()
+    for name, value in _ODD.items():
+        if hasattr(text, name):
+            setattr(text, name, value)
+    options = packing.attention(tiny, config.packing)
+    model = packing.causal_class(tiny).from_config(tiny, dtype=torch.float32, **options)
+    exact = PlainModel(model, part(recipes.as_json(config)["trainable"]))
+    return prepared(config, model), exact
 
 
 class CertifiedPolicy:
