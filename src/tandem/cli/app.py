@@ -100,8 +100,7 @@ def check(
     from tandem.config.loading import load
 
     config = load(recipe, overrides or []).config
-    from tandem.cli.check import check, check_attack  # only now: a mistake is told before the rest has loaded
-    from tandem.cli.check_sample import check_sample
+    from tandem.cli.check import check, check_attack, check_sample  # only now: a mistake is told before all this loads
 
     code = check(config, tasks)
     if attack and not code:
