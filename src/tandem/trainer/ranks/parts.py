@@ -181,12 +181,11 @@ class RankParts:
         threading.Thread(target=self.abort, name="abort of collectives").start()
 
     async def fault(self) -> str:
-        """What NCCL's watchdog notes of a group's collectives, once it notes something; gloo raises by itself."""
+        """What NCCL's watchdog notes of a group's collectives, once it notes something; gloo has none, and raises."""
         while True:
-            if self.rendezvous.backend == "nccl":
-                for backend in self._backends:
-                    if (error := backend.get_error()) != ErrorType.SUCCESS:
-                        return _FAULTS.get(error, str(error)).format(seconds=self.rendezvous.seconds)
+            for backend in self._backends:
+                if (error := backend.get_error()) != ErrorType.SUCCESS:
+                    return _FAULTS.get(error, str(error)).format(seconds=self.rendezvous.seconds)
             await asyncio.sleep(FAULT_POLL_SECONDS)
 
 
