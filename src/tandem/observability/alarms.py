@@ -200,14 +200,14 @@ class Pattern:
     """What to change."""
 
 
-Found = tuple[Pattern, str]
+PatternMatch = tuple[Pattern, str]
 """A pattern, and what was seen of it: the figures, and what they are compared with."""
 
 
-def find(alarm: Name, history: MetricsHistory) -> Found | None:
+def find(alarm: Name, history: MetricsHistory) -> PatternMatch | None:
     """The first pattern of an alarm that the newest steps show."""
     shown = ((pattern, pattern.look(history)) for pattern in PATTERNS if pattern.alarm == alarm)
-    return next((found for found in shown if found[1]), None)
+    return next((match for match in shown if match[1]), None)
 
 
 def _changed(metric: str, seen: str, test: Callable[[float, float, Json], bool]) -> Look:
@@ -450,9 +450,9 @@ class _Episode:
     clears: int = CLEAR
     """Steps without the pattern that end it."""
 
-    def update(self, found: Found | None, step: int) -> Notice | None:
+    def update(self, match: PatternMatch | None, step: int) -> Notice | None:
         """Record what was found at a step; returns what to report, if anything."""
-        if found is None:
+        if match is None:
             self.shown = 0
             self.clear += 1
             if not self.open or self.clear < self.clears:
@@ -467,11 +467,11 @@ class _Episode:
         if self.open or self.shown < (1 if self.alarm == "loss" else CONFIRM):
             return None
         self.open = True
-        return self.notice(found, step)
+        return self.notice(match, step)
 
-    def notice(self, found: Found, step: int) -> Notice:
+    def notice(self, match: PatternMatch, step: int) -> Notice:
         """The alarm, as of a step."""
-        pattern, seen = found
+        pattern, seen = match
         texts = {"seen": seen, "means": pattern.means, "change": pattern.change}
         return Notice(alarm=self.alarm, step=step, since=self.since, **texts)
 
@@ -506,11 +506,11 @@ class AlarmWatch:
         self._history.add(step, scalars)
         notices = []
         for episode in self._episodes:
-            found = find(episode.alarm, self._history)
-            if (notice := episode.update(found, step)) is not None:
+            match = find(episode.alarm, self._history)
+            if (notice := episode.update(match, step)) is not None:
                 notices.append(notice)
-            if self._stops and self.ended is None and found is not None and episode.open:
-                self.ended = episode.notice(found, step)
+            if self._stops and self.ended is None and match is not None and episode.open:
+                self.ended = episode.notice(match, step)
                 self.stop()
         return notices
 
