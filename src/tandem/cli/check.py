@@ -43,7 +43,7 @@ from tandem.rollout.gold import GradedReplies, attack, distinct, failures_of, si
 from tandem.rollout.mixture import MixtureSchedule
 from tandem.rollout.source import Draw
 from tandem.rollout.task_sampler import EnvRunner
-from tandem.trainer import assemble, environments
+from tandem.trainer import environments
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.pairs import RankCounts
 from tandem.trainer.ranks import layout
@@ -362,6 +362,8 @@ def check_sample(config: RunConfig, count: int) -> None:
 
 async def _played(config: RunConfig, count: int, log: Path) -> tuple[list[Group], float]:
     """The first ``count`` groups of a run, with the model as it is loaded, and the seconds that playing them took."""
+    from tandem.trainer import assemble  # only now: nothing else of check needs the whole run
+
     async with assemble.playing(config, environments.tasks(config, "train"), None, log) as runners:
         begun = time.monotonic()
         groups = await _first_groups(config, runners, count)
