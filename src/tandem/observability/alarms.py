@@ -18,9 +18,7 @@ from typing import Literal
 from tandem.observability.loggers.base import option
 from tandem.types import Json
 
-Name = Literal[
-    "loss", "length", "entropy", "zero_variance", "kl_behavior", "failures",
-]  # fmt: skip
+Name = Literal["loss", "length", "entropy", "zero_variance", "kl_behavior", "failures"]
 """Every alarm, as recipes, events and metrics call it."""
 
 FAILURES = ("timeout", "raised", "bad_value", "crashed", "away")
