@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,8 @@ class Recorder:
 
 _ODD = {"attention_dropout": 0.2, "initializer_range": 0.03}
 """What a run may not apply; and weights wide enough that the next-token distribution is not uniform."""
+_TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, **_ODD}
+"""Sizes with which most architectures are computed in milliseconds."""
 
 
 def certified(config: RunConfig) -> tuple[nn.Module, PlainModel]:
@@ -85,17 +88,29 @@ def certified(config: RunConfig) -> tuple[nn.Module, PlainModel]:
     Raises:
         ConfigError: the model's configuration cannot be read.
     """
-    torch.manual_seed(config.seed)
     depth = max([2, *(layer + 1 for layer in config.trainable.layers or ())])
-    tiny = packing.small(load_config(config.model), depth)
-    text = tiny.get_text_config()
-    for name, value in _ODD.items():
-        if hasattr(text, name):
-            setattr(text, name, value)
+    small = packing.small(load_config(config.model), depth)
+    tiny = _resized(small, _TINY)
+    try:
+        with torch.no_grad():
+            packing.causal_class(tiny).from_config(tiny).eval()(torch.zeros(1, 2, dtype=torch.int64))
+    except Exception:  # as of an architecture that lists values by layer
+        tiny = _resized(small, _ODD)
+    torch.manual_seed(config.seed)
     options = packing.attention(tiny, config.packing)
     model = packing.causal_class(tiny).from_config(tiny, dtype=torch.float32, **options)
     exact = PlainModel(model, part(recipes.as_json(config)["trainable"]))
     return prepared(config, model), exact
+
+
+def _resized(config: Any, sizes: Mapping[str, float]) -> Any:
+    """The same with these sizes, where it has them."""
+    resized = copy.deepcopy(config)
+    text = resized.get_text_config()
+    for name, size in sizes.items():
+        if hasattr(text, name):
+            setattr(text, name, size)
+    return resized
 
 
 class CertifiedPolicy:
