@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.rollout.data_state import DataState
-from tandem.rollout.source import Batch
+from tandem.rollout.source import Batch, DataState
 from tandem.types import Completion, Group, Message, Rollout, Task, Turn
 
 

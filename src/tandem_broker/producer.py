@@ -20,8 +20,8 @@ from typing import Any
 
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError, TandemError
 from tandem.observability import waits
-from tandem.rollout.data_state import Draw
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards
+from tandem.rollout.source import Draw
 from tandem.rollout.task_sampler import TaskOrder
 from tandem.rollout.turns import unrecorded_options
 from tandem.types import Group, Sampling, Task

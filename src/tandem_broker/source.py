@@ -22,9 +22,8 @@ from tandem.errors import BrokerError, Deadline, Starved, message_of
 from tandem.metrics import Sum, Value, merge
 from tandem.observability import waits
 from tandem.printable import named
-from tandem.rollout.data_state import DataState, Draw
 from tandem.rollout.measure import measure
-from tandem.rollout.source import Batch
+from tandem.rollout.source import Batch, DataState, Draw
 from tandem.rollout.turns import differing
 from tandem.types import Group, Rollout, Sampling
 from tandem_broker.client import NotRegistered, TakenBatch, TrainerClient

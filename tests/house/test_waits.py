@@ -22,7 +22,7 @@ ALLOWED = {
     "tandem/engines/embedded/engine.py:_run": "the engine has nothing to sample",
     "tandem/rewards/grading/grader.py:main": "a grading process has nothing to grade; its parent's end is its own",
     "tandem_broker/commands/serve.py:serve": "a server serves until it is stopped",
-    "tandem/cli/serve_model.py:forever": "a server serves until it is stopped",
+    "tandem/cli/serve.py:forever": "a server serves until it is stopped",
     "tandem/envs/_package_worker.py:main": "it has nothing to play; its parent's end is its own",
     "tandem/envs/_verifiers_reader.py:_serve": "it holds what episodes share, for as long as the process lives",
     # Beside something that is registered.

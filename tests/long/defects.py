@@ -29,7 +29,7 @@ from tandem.metrics import Sum
 from tandem.model import layers
 from tandem.optimizers import _adam, _narrow, _precise, adafactor
 from tandem.optimizers.base import Optimizer
-from tandem.tools.certify import made_up
+from tandem.tools.certify import policy as certified
 from tandem.trainable import _adapted, _merged
 from tandem.trainable.lora import Lora
 from tandem.trainer import pack
@@ -817,7 +817,7 @@ DEFECTS = (
     Defect("eps is within the root", attribute(_adam.FloatMoments, "_adamw", eps_within_the_root), (SMALL_STEP,)),
     Defect(
         "dropout is left on",
-        attribute(made_up, "prepared", lambda w: lambda config, model: w(config, model).train()),
+        attribute(certified, "prepared", lambda w: lambda config, model: w(config, model).train()),
         (GRADIENT,),
         ("packing=plain",),
     ),

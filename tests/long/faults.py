@@ -34,9 +34,8 @@ from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError, SyncError
 from tandem.model.policy import Policy, load_tokenizer
 from tandem.trainable.base import Trainable
-from tandem.trainer.live import live_policy
 from tandem.trainer.ranks.lead import ManyRanks
-from tandem.trainer.world import World
+from tandem.trainer.world import World, live_policy
 from tandem.transport.bridge import VllmBridge
 from tandem.types import Completion, PolicyVersion, Sampling
 from tandem.weight_sync import shared

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 from tandem.config.loading import load
 from tandem.tools.certify.case import certify
-from tandem.tools.certify.certificate import CertificateLine
+from tandem.tools.certify.policy import CertificateLine
 
 ROOT = Path(__file__).parents[2]
 PLANTED = [defect for defect in DEFECTS if not defect.tests]

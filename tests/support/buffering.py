@@ -17,9 +17,9 @@ from tandem.config.loading import RunConfig
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import EngineError
 from tandem.rollout.buffer import RolloutBuffer
-from tandem.rollout.data_state import DataState
 from tandem.rollout.group_runner import PostprocessRewards, keep_rewards
 from tandem.rollout.measure import Solved
+from tandem.rollout.source import DataState
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.types import Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
 from tandem.weight_sync.hotswap import Hotswap

@@ -11,7 +11,7 @@ import pytest
 from support.alarms import BASE, HEALTHY, ONSET, SICK, flat, slope, watched
 from support.tiers import long_but
 
-from tandem.observability.alarms import METRICS, PATTERNS, AlarmWatch, Finding, Name, Notice, _Episode
+from tandem.observability.alarms import METRICS, PATTERNS, AlarmWatch, Name, Notice, _Episode
 
 SOON = 20
 """Steps after its onset within which everything that goes wrong is named."""
@@ -21,7 +21,7 @@ SOON = 20
 @pytest.mark.parametrize("seed", long_but(range(4), 0))
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_told_of_a_healthy_run(name: str, seed: int) -> None:
-    assert [(n.alarm, n.step, n.finding) for n in watched(HEALTHY[name], 200, seed)] == []
+    assert [(n.alarm, n.step, n.seen) for n in watched(HEALTHY[name], 200, seed)] == []
 
 
 RECORDED = {"groups_per_step": 4, "group_size": 8, "rewards": {"number": {"weight": 1.0}}, "optimizer": {"lr": 2e-5}}
@@ -67,12 +67,10 @@ def test_what_goes_wrong_is_named_within_twenty_steps(name: str, seed: int) -> N
     notices = watched(made, ONSET + SOON, seed)
     named = [notice for notice in notices if notice.alarm == alarm]
     assert named, f"told instead: {[(n.alarm, n.step) for n in notices]}"
-    assert all(notice.step >= ONSET for notice in notices), [(n.alarm, n.step, n.finding) for n in notices]
-    finding = named[0].finding
-    assert finding is not None
-    assert any(character.isdigit() for character in finding.seen)
-    assert finding.means.endswith(".")
-    assert finding.change.endswith(".")
+    assert all(notice.step >= ONSET for notice in notices), [(n.alarm, n.step, n.seen) for n in notices]
+    assert any(character.isdigit() for character in named[0].seen)
+    assert named[0].means.endswith(".")
+    assert named[0].change.endswith(".")
 
 
 def test_every_alarm_is_looked_for_and_has_a_name_that_recipes_know() -> None:
@@ -125,9 +123,8 @@ def test_stop_is_asked_for_by_the_first_alarm_and_by_one_that_is_open_after_a_re
 
 def test_an_alarm_that_comes_and_goes_is_one_that_stays() -> None:
     """Nine steps with the pattern and fifteen without, again and again: its episodes grow into each other."""
-    finding = Finding(seen="s", means="m", change="c")
     episode, raised = _Episode("length"), 0
     for step in range(240):
-        notice = episode.update(finding if step % 24 < 9 else None, step)
-        raised += notice is not None and notice.finding is not None
+        notice = episode.update((PATTERNS[0], "s") if step % 24 < 9 else None, step)
+        raised += notice is not None and notice.seen == "s"
     assert raised == 2  # then it is over after 20 steps, which never come

@@ -18,7 +18,7 @@ from tandem.cli import app as cli
 from tandem.config.loading import RunConfig, from_options, load
 from tandem.errors import ConfigError
 from tandem.observability.loggers.base import RunInfo
-from tandem.trainer.requirements import engine_requirements
+from tandem.trainer.world import engine_requirements
 from tandem.transport.bridge import NCCL_FILE, write_json
 from tandem_compat.atropos.checkpoints import CheckpointLayout
 from tandem_compat.atropos.environment import from_file

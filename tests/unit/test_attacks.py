@@ -14,7 +14,7 @@ import pytest
 from tandem.config.loading import from_options
 from tandem.envs.base import Environment
 from tandem.errors import EnvError
-from tandem.rollout import attacks
+from tandem.rollout.gold import attack
 from tandem.trainer import environments
 from tandem.types import Message, Rollout, Task
 
@@ -70,7 +70,7 @@ class InProcess:
 
 
 def lines(grader: Callable[[str, str], float], env: Environment | None = None) -> list[str]:
-    return asyncio.run(attacks.attack(env or Sums(), InProcess(grader), 8))  # type: ignore[arg-type]
+    return asyncio.run(attack(env or Sums(), InProcess(grader), 8))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", GRADERS)
@@ -88,7 +88,7 @@ def test_the_first_reward_says_whether_a_wrong_answer_pays() -> None:
                 for each, a, b in zip(rollouts, right, brief, strict=True)
             ]
 
-    report = asyncio.run(attacks.attack(Sums(), Two(GRADERS["holds it"]), 8))  # type: ignore[arg-type]
+    report = asyncio.run(attack(Sums(), Two(GRADERS["holds it"]), 8))  # type: ignore[arg-type]
     assert any(line.startswith("false pass: all answers at once (8 of 8 tasks; ") for line in report)
 
 
@@ -117,6 +117,6 @@ def test_rewards_of_tandems_own_pay_for_no_attack(env: str) -> None:
         async with environments.opened(config, config.sources, None) as opened:
             (graders,) = opened.graders.values()
             (source,) = config.sources.values()
-            return await attacks.attack(source.env, graders, 8)
+            return await attack(source.env, graders, 8)
 
     assert asyncio.run(attacked()) == []

@@ -19,10 +19,9 @@ from support.tiers import examples
 from tandem.errors import EngineError, EnvError, Starved
 from tandem.metrics import flatten
 from tandem.rollout.buffer import TRANSITIONS, Entry, EntryState, RolloutBuffer
-from tandem.rollout.data_state import DataState, Draw
 from tandem.rollout.group_runner import penalise_truncated
 from tandem.rollout.mixture import REST, SAME, MixtureSchedule
-from tandem.rollout.source import Batch
+from tandem.rollout.source import Batch, DataState, Draw
 from tandem.trainer.state import TrainerState
 from tandem.types import Group, PolicyVersion, Task
 

@@ -18,8 +18,7 @@ from tandem.algorithms.losses.grpo import Grpo
 from tandem.cli.app import app
 from tandem.config.loading import RunConfig, load
 from tandem.tools.certify.case import FORMULAS, certify
-from tandem.tools.certify.certificate import CertificateLine
-from tandem.tools.certify.made_up import shrunk
+from tandem.tools.certify.policy import CertificateLine
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -114,12 +113,6 @@ def test_a_part_of_ones_own_is_not_compared_but_varied(architectures: Path) -> N
     (left_out,) = unproven(recipe("quickstart", architectures, [f"loss={__name__}:Mine"]))
     assert (left_out.name, left_out.state) == (FORMULAS, "skipped")
     assert "Mine" in left_out.note
-
-
-def test_a_tiny_model_keeps_its_architecture() -> None:
-    tiny = shrunk(Qwen3Config(num_hidden_layers=28), (4,))
-    assert (tiny.model_type, tiny.num_hidden_layers, len(tiny.layer_types)) == ("qwen3", 5, 5)
-    assert tiny.num_key_value_heads == tiny.num_attention_heads  # as it was
 
 
 def test_the_command_says_it_in_words_and_as_json(architectures: Path, monkeypatch: pytest.MonkeyPatch) -> None:

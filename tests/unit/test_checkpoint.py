@@ -23,7 +23,7 @@ from tandem.algorithms.references.base import ReferenceWeights
 from tandem.errors import CheckpointError, RankError
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.optimizers.adamw import AdamW
-from tandem.rollout.data_state import DataState, Draw
+from tandem.rollout.source import DataState, Draw
 from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora

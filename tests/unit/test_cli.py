@@ -81,7 +81,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 @pytest.fixture
 def known_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a forward and backward take is not measured, for tests that ask nothing of the memory plan but its place."""
-    from tandem.trainer.meta_model import MetaModel
+    from tandem.trainer.memory_plan import MetaModel
 
     monkeypatch.setattr(MetaModel, "token_bytes", 1 << 10)
 

@@ -11,11 +11,10 @@ from support.rollouts import answered, make_group
 
 from tandem.config.loading import from_options
 from tandem.errors import ConfigError
-from tandem.observability.completions import Completions
+from tandem.observability.answers import Completions, PrintCompletions
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.observability.loggers.console import Console
-from tandem.observability.options import PrintCompletions
 from tandem.types import Group
 
 

@@ -17,9 +17,8 @@ from tandem.envs.data.chats import chats
 from tandem.envs.data.rows import DataSource
 from tandem.errors import EnvError
 from tandem.metrics import Value
-from tandem.rollout.data_state import DataState
 from tandem.rollout.demonstrations import Demonstrator, WarmStartSource
-from tandem.rollout.source import Batch
+from tandem.rollout.source import Batch, DataState
 from tandem.rollout.task_sampler import TaskOrder
 from tandem.rollout.template import Template
 from tandem.types import Message, Task

@@ -71,13 +71,13 @@ def trained(
         }
 
         async def alone() -> tuple[list[float], Any]:
-            work, norms, old = LocalWork(stepper=optimizer.bind(named), **options), list[float](), list[Any]()
+            work, norms = LocalWork(stepper=optimizer.bind(named), **options), list[float]()
+            old: Sequence[Any] = ()
             for _ in range(updates):
                 await policy.compute(work.fold)
-                passed = await work.passed(batch, old, lambda: None)
-                old = [*passed.old_logprobs]
+                metrics, _, old = await work.passed(batch, old, lambda: None)
                 norms.append(float(await work.every("apply", 1e-3, 0.5)))
-            return norms, passed.metrics
+            return norms, metrics
 
         async def among(group: DataGroup) -> tuple[list[float], Any]:
             stepper = ShardedStepper(optimizer, named, group, replicate=kind != "full")

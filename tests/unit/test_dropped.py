@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.rollouts import answered, make_group
 
-from tandem.observability.dropped import DroppedGroups
+from tandem.observability.answers import DroppedGroups
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.observability.loggers.console import Console

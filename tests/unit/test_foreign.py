@@ -24,7 +24,7 @@ from tandem.engines.base import Engine
 from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.errors import BrokerError, Deadline, EngineError, Starved
 from tandem.metrics import flatten
-from tandem.rollout.data_state import DataState
+from tandem.rollout.source import DataState
 from tandem.rollout.turns import unrecorded_options
 from tandem.trainer.environments import StepCounter
 from tandem.trainer.pack import StepBatch

@@ -11,7 +11,7 @@ from transformers import GPT2Config, MambaConfig, Qwen2Config
 
 from tandem.config.loading import RunConfig, load
 from tandem.errors import ConfigError
-from tandem.trainer.ranks.checks import check_model_heads
+from tandem.trainer.ranks.layout import check_model_heads
 
 TWELVE = Qwen2Config(hidden_size=96, intermediate_size=64, num_attention_heads=12, num_key_value_heads=4)
 VLLM = ("engine=vllm", "sync=broadcast")

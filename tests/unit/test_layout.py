@@ -141,7 +141,7 @@ def test_show_check_and_a_run_refuse_alike(
         asyncio.run(assemble.train(loaded.config, resume=None))
     assert str(by_run.value) == str(by_show.value)
     try:
-        assert check(path, options, 1) == by_show.value.exit_code
+        assert check(loaded.config, 1) == by_show.value.exit_code
         output = capsys.readouterr().out
     except TandemError as error:
         output = str(error)

@@ -16,8 +16,7 @@ from support.buffering import Trainer, ids
 from support.buffering import run as limited
 
 from tandem.errors import Deadline, EngineError, StaleWeights, TandemError
-from tandem.rollout.data_state import DataState
-from tandem.rollout.source import Batch, RolloutSource
+from tandem.rollout.source import Batch, DataState, RolloutSource
 from tandem.trainer import loop
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.state import TrainerState

@@ -13,10 +13,10 @@ import pytest
 from support.mismatch_runs import STEPS, altered, exact, told_by, trained
 
 from tandem.cli import app as cli
+from tandem.cli.mismatch import GapCell, Mismatch, look, sampled_tokens
 from tandem.config import loading as config
 from tandem.errors import ConfigError, TandemError
 from tandem.observability import json_lines
-from tandem.tools.mismatch import GapCell, Mismatch, look, sampled_tokens
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.record import records
 from tandem.trainer.step import StepStats

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.config.sources import exactly
-from tandem.rollout.data_state import Draw
 from tandem.rollout.measure import Solved
 from tandem.rollout.mixture import MixtureSchedule
+from tandem.rollout.source import Draw
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.types import Task
 

@@ -9,7 +9,7 @@ import torch
 
 from tandem.config.loading import RunConfig, from_options
 from tandem.errors import DoesNotFit, EngineError, TandemError
-from tandem.trainer.out_of_memory import explained
+from tandem.trainer.memory_plan import explained
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from support.buffering import Kind, Mixture, Trainer, always_good, ids, rollout,
 from tandem.config.loading import load
 from tandem.config.sections import Replay
 from tandem.metrics import flatten
-from tandem.rollout.data_state import DataState
 from tandem.rollout.oversampling import MOST, SignalForecast
+from tandem.rollout.source import DataState
 from tandem.types import Group, Sampling, Task
 
 

@@ -24,7 +24,7 @@ from tandem.errors import ConfigError, TornWeights, UnsupportedPair
 from tandem.trainable.full import Full
 from tandem.trainer.pairs import RankCounts, check_pairs, engine_devices, engines_of, ranks_of_engine
 from tandem.trainer.ranks import work as rank_work
-from tandem.trainer.ranks.checks import check_gpus, check_ranks
+from tandem.trainer.ranks.layout import check_gpus, check_ranks
 from tandem.trainer.ranks.lead import ManyRanks
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.work import RankWork

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MethodType
@@ -218,7 +218,7 @@ async def stepped(case: Case, work: LocalWork, batch: StepBatch, group: DataGrou
     """As ``Step`` has ranks do it, this one's micro-batches through the wire."""
     compute = work.policy.compute
     for step in range(1, case.steps + 1):
-        old: list[OldLogprobs] = []
+        old: Sequence[OldLogprobs] = ()
         if isinstance(work, RankWork):
             assert group is not None
             indices = [of_ranks[group.rank] for of_ranks in batch.rounds]
@@ -228,7 +228,7 @@ async def stepped(case: Case, work: LocalWork, batch: StepBatch, group: DataGrou
             if isinstance(work, RankWork):
                 await work.rounds()
             else:
-                old = [*(await work.passed(batch, old, lambda: None)).old_logprobs]
+                _, _, old = await work.passed(batch, old, lambda: None)
             await compute(work.apply, 1e-3, 1.0)
         if work.reference is not None and work.reference.due(step):
             await compute(work.fold)

@@ -21,8 +21,8 @@ from tandem.algorithms.curricula.solve_rate import SolveRate
 from tandem.config.sections import Replay, Reroll
 from tandem.errors import EnvError
 from tandem.metrics import flatten
-from tandem.rollout.data_state import DataState, Draw
 from tandem.rollout.replay import ReplayBuffer
+from tandem.rollout.source import DataState, Draw
 from tandem.rollout.task_sampler import TaskSampler
 from tandem.types import Group, Task
 
@@ -133,7 +133,7 @@ def test_the_store_holds_the_newest_and_gives_each_its_turn() -> None:
     assert take(7) == "g3", "g2 would be five steps old"
     assert [one.group.id for one in store.stored] == ["g3", "g9"]
     assert take(8) is None
-    assert store.stored == ()
+    assert store.stored == []
 
 
 def test_flat_groups_failed_ones_and_replayed_ones_are_not_stored() -> None:

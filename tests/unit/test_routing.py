@@ -27,7 +27,7 @@ from tandem.metrics import Sum
 from tandem.model import layers, packing, routing
 from tandem.model.attention import Packed, sequential_positions
 from tandem.model.policy import Compute, Policy
-from tandem.rollout.data_state import DataState, Draw
+from tandem.rollout.source import DataState, Draw
 from tandem.trainer.pack import Packer
 from tandem.trainer.ranks.work import of_plain, to_plain
 from tandem.trainer.state import TrainerState
@@ -204,9 +204,9 @@ def test_a_step_adds_the_load_balancing_loss_by_each_micro_batch_share(checkpoin
             policy=policy, objective=Objective(loss=Grpo()), stepper=stepper, sampling=Sampling(), balance=balance
         )
         model.zero_grad()
-        passed = asyncio.run(work.passed(batch, (), lambda: None))
+        metrics, _, _ = asyncio.run(work.passed(batch, (), lambda: None))
         gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in weights])
-        metric = sum(cast(Sum, of["moe/aux_loss"]).value for of in passed.metrics if "moe/aux_loss" in of)
+        metric = sum(cast(Sum, of["moe/aux_loss"]).value for of in metrics if "moe/aux_loss" in of)
     total = torch.zeros(())
     for micro in batch.micro:
         packing.hidden(model, micro.tokens_T[None], micro.positions_T[None], micro.plan)

@@ -15,7 +15,7 @@ import typer.testing
 from tandem import clone
 from tandem.api.targets import weights_of
 from tandem.cli.app import app
-from tandem.cli.serve_model import serving
+from tandem.cli.serve import serving
 from tandem.config.loading import from_options, load
 from tandem.errors import ConfigError
 from tandem.trainer import assemble

@@ -23,7 +23,7 @@ from tandem.engines.vllm.client.process import EngineProcess, environment
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import ConfigError, EngineError, TransportError, UnsupportedPair
 from tandem.trainable.full import Full
-from tandem.trainer.requirements import engine_requirements
+from tandem.trainer.world import engine_requirements
 from tandem.transport import sharing
 from tandem.transport.bridge import VLLM_FILE, VllmBridge
 from tandem.weight_sync.shared import Shared

@@ -12,7 +12,7 @@ from tandem.api.publishing import export
 from tandem.api.targets import to_evaluate
 from tandem.config.loading import from_options, load
 from tandem.errors import RewardError
-from tandem.trainer import run_folder, user_code
+from tandem.trainer import run_folder
 
 REWARD = "def half(rollout):\n    return 0.5\n"
 
@@ -46,7 +46,7 @@ def test_a_changed_reward_is_told_on_resume_and_before_an_evaluation(
     module.write_text(REWARD.replace("0.5", "0.25"))
     to_evaluate(folder, [], None)
     assert f"{module} is not what this run was trained with (see {kept})" in caplog.text
-    user_code.keep(load(folder / "config.yaml").config, folder)
+    run_folder.keep_code(load(folder / "config.yaml").config, folder)
     assert kept.read_text() == REWARD, "what the run was begun with"
 
 

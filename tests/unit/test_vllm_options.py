@@ -209,7 +209,7 @@ def test_it_is_told_before_a_run_begins(case: str, tmp_path: Path, capsys: pytes
     with pytest.raises(ConfigError, match=says):
         asyncio.run(run.train(config.load(path).config, resume=None))
     assert not (tmp_path / "runs").exists()
-    assert check(path, [], 1) == ConfigError.exit_code
+    assert check(config.load(path).config, 1) == ConfigError.exit_code
     output = " ".join(capsys.readouterr().out.split())
     where = {"no vLLM": "engine engine.python", "its rank": "parts"}.get(case, "engine")
     assert f"problem {where}" in output

@@ -21,9 +21,8 @@ from tandem.cli.watch import RunsPage, watch
 from tandem.errors import ConfigError
 from tandem.observability import json_lines
 from tandem.observability.report import page
-from tandem.observability.report.diagnosis import diagnosis
 from tandem.observability.report.folder import load, state
-from tandem.observability.report.summary import summarise
+from tandem.observability.report.summary import diagnosis, summarise
 
 
 def written(folder: Path, *, events: Any = (), **metrics: list[float]) -> Path:

@@ -15,8 +15,7 @@ import pytest
 
 from tandem.errors import Deadline, EngineError
 from tandem.observability import vitals, waits, watchdog
-from tandem.observability.options import Timeouts
-from tandem.observability.watchdog import Watchdog
+from tandem.observability.watchdog import Timeouts, Watchdog
 
 SHORT = Timeouts(wait_seconds=0.3, loop_seconds=60.0, end_seconds=60.0)
 STUCK = Timeouts(wait_seconds=60.0, loop_seconds=0.3, end_seconds=60.0)

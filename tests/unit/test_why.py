@@ -284,12 +284,16 @@ def test_a_follower_that_is_gone_or_of_a_silent_host_is_said_to_be(
 def test_stacks_of_every_rank_and_files_of_an_earlier_start(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vitals, "PERIOD", 0.02)
     sign_of(run, 3, at=0.0)
-    with vitals.shown(run):
-        assert vitals.followers(run) == [], "the lead takes away what an earlier start has left"
-        with vitals.shown(run, 2):
-            while not vitals.file(run).exists() or vitals.followers(run) != [2]:
-                time.sleep(0.01)
-            stacks = why._all_stacks(run, why.read(run, now=time.time()))
+
+    async def scene() -> dict[int, str | None]:
+        with vitals.shown(run):
+            assert vitals.followers(run) == [], "the lead takes away what an earlier start has left"
+            with vitals.shown(run, 2):
+                while not vitals.file(run).exists() or vitals.followers(run) != [2]:
+                    await asyncio.sleep(0.01)
+                return why._all_stacks(run, why.read(run, now=time.time()))
+
+    stacks = asyncio.run(scene())
     assert stacks.keys() == {0, 2}
     assert all("-- thread MainThread" in (text or "") for text in stacks.values())
     assert "MainThread" in vitals.stacks(run, 2).read_text()

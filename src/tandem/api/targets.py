@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tandem.config.loading import ENGINE_KEEPS, RESUMABLE, RunConfig, digest, from_options, load
 from tandem.errors import REDACTED, CheckpointError, ConfigError
-from tandem.trainer import state, user_code
+from tandem.trainer import run_folder, state
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def to_evaluate(target: Path, overrides: Sequence[str], step: int | None) -> tup
     weights = None
     if (target / "config.yaml").is_file():
         config, weights = load(target / "config.yaml", overrides).config, weights_of(target, step)
-        for line in user_code.changes(config, target):
+        for line in run_folder.code_changes(config, target):
             log.warning("%s: this measures with the code as it is now", line)
     elif step is not None:
         raise ConfigError(f"step names a checkpoint of a run, and {target} is not a run's folder; leave it out")

@@ -16,7 +16,6 @@ from typer.core import TyperGroup
 from typer.main import get_command_name
 
 from tandem import __version__
-from tandem.cli.arguments import Overrides, Show
 from tandem.errors import TandemError, is_theirs, message_of, place_of, redacted
 
 app = typer.Typer(
@@ -29,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="Options laid over the recipe.")]
+Show = Annotated[bool, typer.Option("--show", help="Print the recipe as YAML and exit.")]
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")]
 Target = Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe (file or name), or a run to resume.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
@@ -96,18 +97,18 @@ def check(
 
     Resolves every option, reads the data, scores gold answers, measures prompts, and plans memory.
     """
-    from tandem.cli.check import check
-    from tandem.cli.check_sample import check_sample
+    from tandem.config.loading import load
 
-    code = check(recipe, overrides or [], tasks)
+    config = load(recipe, overrides or []).config
+    from tandem.cli.check import check, check_attack, check_sample  # only now: a mistake is told before all this loads
+
+    code = check(config, tasks)
     if attack and not code:
-        from tandem.cli.check_attack import check_attack
-
-        code = check_attack(recipe, overrides or [])
+        code = check_attack(config)
     if code and sample:
         typer.echo("no groups are played before that is mended")
     elif sample:
-        check_sample(recipe, overrides or [], sample)
+        check_sample(config, sample)
     raise typer.Exit(code)
 
 
@@ -118,7 +119,7 @@ def certify(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False
     On made-up answers and a tiny model of its architecture, on the CPU: it must not depend on how a batch is cut, and
     must be that of the plain formulas.
     """
-    from tandem.cli.certify import print_certificate
+    from tandem.tools.certify.case import print_certificate
 
     raise typer.Exit(print_certificate(recipe, overrides or [], as_json=as_json))
 
@@ -151,7 +152,7 @@ def new(
 @app.command()
 def recipes() -> None:
     """List the recipes that Tandem ships, which train and check take by name."""
-    from tandem.cli.runs import print_recipes
+    from tandem.cli.new import print_recipes
 
     print_recipes()
 
@@ -159,7 +160,7 @@ def recipes() -> None:
 @app.command()
 def runs(folder: Folder = Path("runs")) -> None:
     """List the runs in a folder, the newest last."""
-    from tandem.cli.runs import print_runs
+    from tandem.cli.show import print_runs
 
     print_runs(folder)
 
@@ -332,7 +333,7 @@ def serve_run(
     port: Annotated[int, typer.Option(help="Port; 0: a free one.")] = 8000,
 ) -> None:
     """Serve a trained model by OpenAI's API on the run's engine, until Ctrl-C."""
-    from tandem.cli.serve_model import serve_model
+    from tandem.cli.serve import serve_model
 
     serve_model(run, overrides or [], step, host, port, typer.echo)
 

@@ -1,11 +1,21 @@
-"""``tandem check``: everything that can go wrong before weights load, looked at before weights load."""
+"""``tandem check``: everything that can go wrong before weights load, looked at before weights load.
+
+With ``--attack`` also wrong answers that pay and right ones that do not, before a policy finds them; with
+``--sample N`` the groups that a run would begin with are played, and those with a gradient counted.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
+import math
+import shutil
+import tempfile
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +24,48 @@ from rich.console import Console
 from rich.text import Text
 
 from tandem import machine
-from tandem.cli._graders_log import graders_log
+from tandem.api.blocking import run_to_end
 from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
-from tandem.config.loading import FP8, Loaded, RunConfig, load
+from tandem.config.loading import FP8, RunConfig
 from tandem.config.sources import EnvSource
 from tandem.engines.base import ReportsChecksums
-from tandem.envs.base import Split
 from tandem.errors import ConfigError, RewardError, TandemError, redacted
+from tandem.model.policy import load_config, load_tokenizer
+from tandem.observability import progress
+from tandem.observability.answers import change, shortened, shown, why
+from tandem.observability.board import answer_lines
 from tandem.rewards.base import Reward
 from tandem.rewards.grading.calls import FunctionReward
 from tandem.rewards.grading.workers import Graders
-from tandem.rollout.gold import GradedReplies, distinct, failures_of, siblings
+from tandem.rollout import template as rendering
+from tandem.rollout.gold import GradedReplies, attack, distinct, failures_of, siblings
+from tandem.rollout.mixture import MixtureSchedule
+from tandem.rollout.source import Draw
+from tandem.rollout.task_sampler import EnvRunner
+from tandem.trainer import environments
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.pairs import RankCounts
-from tandem.types import Rollout, Task
+from tandem.trainer.ranks import layout
+from tandem.types import Group, Rollout, Task
 
 CheckText = str | None
 """What a look found; None if what it needs is missing."""
 Question = Callable[[], CheckText | Awaitable[CheckText]]
 
-
-def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
-    """Print what was found; returns 0, or the exit code of the first problem.
-
-    Raises:
-        ConfigError: the recipe itself is wrong.
-    """
-    return asyncio.run(_check(load(recipe, overrides), tasks))
+LITTLE = 0.25
+"""Share of groups with signal below which most sampling is for nothing."""
+ATTACKED = 16
+"""Tasks whose rewards are attacked, of each environment."""
 
 
-async def _check(loaded: Loaded, tasks: int) -> int:
-    from tandem.trainer import environments
-    from tandem.trainer.ranks import layout
+def check(config: RunConfig, tasks: int) -> int:
+    """Print what was found; returns 0, or the exit code of the first problem."""
+    return asyncio.run(_check(config, tasks))
 
-    check = _RecipeCheck(layout.placed(environments.counted(loaded.config)), tasks)
+
+async def _check(config: RunConfig, tasks: int) -> int:
+    check = _RecipeCheck(layout.placed(environments.counted(config)), tasks)
     console = Console()
     problems: list[TandemError] = []
     warned = 0
@@ -115,9 +132,7 @@ class _RecipeCheck:
 
     def _parts(self) -> str:
         """Parts and ranks that must work together."""
-        from tandem.trainer.ranks import checks
-
-        checks.check_config(self._config)
+        layout.check_config(self._config)
         envs = [f"env {name}" for name in self._config.sources]
         several = (None, "envs", "rewards", "corrections", "loggers")
         named = [
@@ -140,8 +155,8 @@ class _RecipeCheck:
 
     def _train_tasks(self) -> str:
         """The data, of which the first tasks are kept for the other checks."""
-        splits = self._read("train")
-        self._tasks = {name: list(islice(tasks, self._most)) for name, tasks in splits.items()}
+        splits = environments.tasks(self._config, "train")
+        self._tasks = {name: list(itertools.islice(tasks, self._most)) for name, tasks in splits.items()}
         return _of_each({name: f"{len(tasks):,}" for name, tasks in splits.items()})
 
     def _test_tasks(self) -> str | None:
@@ -150,13 +165,8 @@ class _RecipeCheck:
         if not self._tasks:
             return None
 
-        sizes = {name: len(tasks) for name, tasks in self._read("test").items()}
+        sizes = {name: len(tasks) for name, tasks in environments.tasks(self._config, "test").items()}
         return _of_each({name: f"{min(size, wanted):,} of {size:,}" for name, size in sizes.items()})
-
-    def _read(self, split: Split) -> Mapping[str, Sequence[Task]]:
-        from tandem.trainer import environments
-
-        return environments.tasks(self._config, split)
 
     async def _gold(self) -> str | None:
         """Gold replies, wrong and empty ones, graded in the same processes that training grades in.
@@ -187,12 +197,9 @@ class _RecipeCheck:
             ConfigError: ranks, or an engine's processes, cannot share its attention heads, or its experts cannot be
                 chosen.
         """
-        from tandem.model.policy import load_config
-        from tandem.trainer.ranks.checks import check_model_heads, check_routers
-
         self._model = load_config(self._config.model)
-        check_model_heads(self._config, self._model)
-        check_routers(self._config, self._model)
+        layout.check_model_heads(self._config, self._model)
+        layout.check_routers(self._config, self._model)
         self._planner = memory.Planner(self._config, self._model)
         counts = self._planner.modelled
         sizes = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
@@ -208,9 +215,6 @@ class _RecipeCheck:
         """
         if self._planner is None or not self._tasks:
             return None
-        from tandem.model.policy import load_tokenizer
-        from tandem.rollout import template as rendering
-
         limit = memory.context(self._config, self._model)
         tokenizer = load_tokenizer(self._config.model, chat_template=self._config.chat_template)
         template = rendering.Template(tokenizer, self._config.chat_template_kwargs)
@@ -225,8 +229,6 @@ class _RecipeCheck:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        from tandem.trainer.ranks import layout
-
         planner, counts = self._planner, RankCounts.of(self._config)
         if planner is None:
             return None
@@ -250,10 +252,8 @@ class _RecipeCheck:
         Raises:
             UnsupportedPair: an option cannot be had with several.
         """
-        from tandem.trainer.ranks import checks
-
         counts = RankCounts.of(self._config)
-        checks.check_gpus(self._config, counts)
+        layout.check_gpus(self._config, counts)
         return str(counts.world)
 
     def _disk(self) -> str | None:
@@ -310,3 +310,114 @@ def warnings_of(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplie
 
 def _values(name: str, rollouts: Iterable[Rollout | None]) -> list[float]:
     return [rollout.rewards[name] for rollout in rollouts if rollout and name in rollout.rewards]
+
+
+@contextmanager
+def graders_log() -> Iterator[Path]:
+    """Path of the file that takes what rewards print; it is named at the end, or removed where nothing was printed."""
+    log = Path(tempfile.mkdtemp(prefix="tandem-check-")) / "graders.log"
+    try:
+        yield log
+    finally:
+        if log.exists() and log.stat().st_size:
+            typer.echo(f"what rewards printed, and their tracebacks: {log}")
+        else:
+            shutil.rmtree(log.parent)
+
+
+def check_attack(config: RunConfig) -> int:
+    """Print which answers earn what they should not; returns 1 if any does, else 0.
+
+    Raises:
+        EnvError: an environment knows no gold reply.
+    """
+    with graders_log() as log:
+        lines = run_to_end(_attacked(config, log))
+        typer.echo("\n".join(lines) if lines else "attack: no wrong answer pays, and every right one does")
+    return 1 if lines else 0
+
+
+async def _attacked(config: RunConfig, log: Path) -> list[str]:
+    lines: list[str] = []
+    async with environments.opened(config, config.sources, log) as opened:
+        for name, graders in opened.graders.items():
+            lines += [f"{name}: {line}" for line in await attack(config.sources[name].env, graders, ATTACKED)]
+    return lines
+
+
+def check_sample(config: RunConfig, count: int) -> None:
+    """Play and print; few groups with signal are a matter of judgement, and no error.
+
+    Raises:
+        ConfigError: the recipe has no tasks of its own.
+    """
+    if config.broker is not None:
+        raise ConfigError("the recipe trains on a broker's groups, and --sample plays none of those; leave it out")
+    with graders_log() as log:
+        with progress.shown():
+            groups, seconds = run_to_end(_played(config, count, log))
+        for line in _sampled_lines(groups, seconds, config):
+            typer.echo(line)
+
+
+async def _played(config: RunConfig, count: int, log: Path) -> tuple[list[Group], float]:
+    """The first ``count`` groups of a run, with the model as it is loaded, and the seconds that playing them took."""
+    from tandem.trainer import assemble  # only now: nothing else of check needs the whole run
+
+    async with assemble.playing(config, environments.tasks(config, "train"), None, log) as runners:
+        begun = time.monotonic()
+        groups = await _first_groups(config, runners, count)
+        return groups, time.monotonic() - begun
+
+
+async def _first_groups(config: RunConfig, runners: Sequence[EnvRunner], count: int) -> list[Group]:
+    """Groups in the order in which a run plays them, a batch's worth at a time."""
+    table = MixtureSchedule(runners, config.groups_per_step)
+    names = list(itertools.islice(itertools.chain.from_iterable(map(table.batch, itertools.count())), count))
+    by_name = {runner.name: runner for runner in runners}
+    room, postprocess_rewards = asyncio.Semaphore(config.groups_per_step), environments.postprocess(config)
+    with progress.under_way("sampling", total=count, unit="groups") as played:
+
+        async def play(index: int, name: str) -> Group:
+            runner = by_name[name]
+            task, id = runner.of(Draw(env=name, number=names[:index].count(name)))
+            async with room:
+                group = await runner.group_runner.run(
+                    task, id=id, index=index, size=config.group_size, sampling=config.sampling
+                )
+            played.advance()
+            return postprocess_rewards(group)
+
+        return await asyncio.gather(*(play(index, name) for index, name in enumerate(names)))
+
+
+def _sampled_lines(groups: Sequence[Group], seconds: float, config: RunConfig) -> Iterator[str]:
+    """The result in words."""
+    signal = [group for group in groups if not group.zero_variance]
+    without = [
+        ("zero_variance" if len(group.scored) > 1 else "failed", group) for group in groups if group.zero_variance
+    ]
+    tokens = sum(rollout.num_tokens for group in groups for rollout in group.rollouts)
+    yield f"played {len(groups)} groups of {config.group_size} answers in {seconds:.0f} s, {tokens:,} tokens"
+    share = len(signal) / len(groups)
+    commonest = Counter(why(reason, group) for reason, group in without).most_common(4)
+    rest = "".join(f"; {count} {'with ' * reason.startswith('every')}{reason}" for reason, count in commonest)
+    yield f"  signal: {len(signal)} of {len(groups)} groups ({share:.0%}) have different rewards{rest}"
+    yield from _reward_lines(groups)
+    failed = [rollout.error.partition("\n")[0] for group in groups for rollout in group.rollouts if rollout.error]
+    for error, count in Counter(failed).most_common(1):
+        yield f"  {len(failed)} answers failed and have no reward; {count} of them: {shortened(error)}"
+    if share < LITTLE:
+        yield f"  change: {change(without, config.sampling.max_tokens)}"
+    for group in (signal or groups)[:1]:
+        best = max(group.rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward)
+        yield from answer_lines(shown(best), "  the best answer of a group")
+
+
+def _reward_lines(groups: Sequence[Group]) -> Iterator[str]:
+    """What answers earn and how many are cut."""
+    scored = [rollout for group in groups for rollout in group.scored]
+    if scored:
+        mean = math.fsum(rollout.reward or 0.0 for rollout in scored) / len(scored)
+        cut = sum(rollout.truncated for rollout in scored) / len(scored)
+        yield f"  reward {mean:.3g} on average; {cut:.0%} of the answers are cut at a length limit"

@@ -1,8 +1,12 @@
-"""``tandem mismatch``: how far the trainer's logprobs of a run's tokens are from the engine's."""
+"""``tandem mismatch``: how far the trainer's logprobs are from the engine's, by version and by place in the turn."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -10,8 +14,74 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.api.targets import recipe_of
-from tandem.config.loading import load
-from tandem.tools.mismatch import Mismatch, look
+from tandem.config.loading import RunConfig, load
+from tandem.errors import ConfigError, TandemError
+from tandem.observability.report import folder
+from tandem.observability.report.folder import Row
+
+PLACES: Mapping[str, tuple[int, float]] = {
+    "all": (1, math.inf),
+    "first": (1, 1),
+    "2 to 8": (2, 8),
+    "9 to 64": (9, 64),
+    "65 to 512": (65, 512),
+    "513 on": (513, math.inf),
+}
+"""Places in a turn, from 1."""
+END = 4
+"""Last tokens of a turn that are shown by themselves too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapCell:
+    """The gap of the tokens of some version at some places of a turn."""
+
+    version: int | None
+    """Policy version stamped on them; None: any."""
+    where: str
+    """Which places."""
+    tokens: int
+    """How many."""
+    mean: float
+    """Trainer minus engine, nats."""
+    rms: float
+    """Root mean square, nats."""
+    max: float
+    """The widest, nats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """Result of a mismatch analysis."""
+
+    run: str
+    """Folder."""
+    step: int
+    """Optimizer step whose tokens were looked at; it trained the weights of the step before."""
+    rollouts: int
+    """Rollouts that have a gap."""
+    without_gap: int
+    """Rollouts of the step that have none: not trained, or without the engine's logprobs."""
+    dtype: str
+    """Of the weights."""
+    gap: Mapping[str, float]
+    """mean, mean_abs, rms and max of trainer minus engine, nats, and k3: KL(engine || trainer) estimated by it."""
+    table: tuple[GapCell, ...]
+    """By version and by place in the turn; the row of a turn's last tokens overlaps the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A sampled token in its turn."""
+
+    version: int
+    """Policy version stamped on it."""
+    place: int
+    """Place in the turn, from 1."""
+    left: int
+    """Tokens of the turn from this one on."""
+    gap: float
+    """Trainer's logprob minus the engine's."""
 
 
 def mismatch(run: Path, *, step: int | None, as_json: bool) -> None:
@@ -28,7 +98,7 @@ def mismatch(run: Path, *, step: int | None, as_json: bool) -> None:
     """
     result = look(run, load(recipe_of(run)).config, step=step)
     if as_json:
-        typer.echo(json.dumps(result.as_json(), indent=2))
+        typer.echo(json.dumps(dataclasses.asdict(result), indent=2))
     else:
         _show(result, Console())
 
@@ -53,3 +123,81 @@ def _show(result: Mismatch, console: Console) -> None:
         table.add_row(version if cell.where == "all" else "", cell.where, str(cell.tokens), *figures)
     console.print()
     console.print(table)
+
+
+def look(path: Path, config: RunConfig, *, step: int | None = None) -> Mismatch:
+    """Look at one step of a run.
+
+    Args:
+        path: the run's folder.
+        config: its recipe.
+        step: optimizer step; None: the last recorded.
+
+    Raises:
+        ConfigError: the step is not recorded, or a grammar had a say in what was sampled.
+        TandemError: nothing of the step has a gap.
+    """
+    run = folder.load(path)
+    if config.sampling.regex:
+        raise ConfigError("sampling.regex: the tokens that the grammar excluded are not recorded; see probe_gap")
+    if not run.rollout_steps:
+        raise TandemError(f"{run.path} holds no rollouts: nothing was trained yet, or the folder rollouts/ was removed")
+    step = run.rollout_steps[-1] if step is None else step
+    if step not in run.rollout_steps:
+        recorded = f"{run.rollout_steps[0]} to {run.rollout_steps[-1]}"
+        raise ConfigError(f"{run.path} holds no rollouts of step {step}; it has those of {recorded}")
+    rows = run.rollouts(step)
+    by_rollout = [list(sampled_tokens(row)) for row in rows if _has_gap(row)]
+    tokens = [token for each in by_rollout for token in each]
+    if not tokens:
+        raise TandemError(f"no token of step {step} has both logprobs: none was trained, or no sampler told any")
+    gaps = [token.gap for token in tokens]
+    whole = _cell(None, "all", gaps)
+    return Mismatch(
+        run=str(run.path),
+        step=step,
+        rollouts=len(by_rollout),
+        without_gap=len(rows) - len(by_rollout),
+        dtype=config.dtype,
+        gap={
+            "mean": whole.mean,
+            "mean_abs": math.fsum(map(abs, gaps)) / len(gaps),
+            "rms": whole.rms,
+            "max": whole.max,
+            "k3": math.fsum(math.expm1(gap) - gap for gap in gaps) / len(gaps),
+        },
+        table=tuple(_table(tokens)),
+    )
+
+
+def _has_gap(row: Row) -> bool:
+    tokens = row.get("tokens") or []
+    return bool(tokens) and all(token.get("lp") is not None and token.get("tp") is not None for token in tokens)
+
+
+def sampled_tokens(row: Row) -> Iterator[SampledToken]:
+    """Every sampled token of a recorded rollout that has a gap."""
+    versions = (version for version, count in row["stamps"] for _ in range(count))
+    tokens = iter(row["tokens"])
+    for length in row["turns"]:
+        for place in range(1, length + 1):
+            token = next(tokens)
+            yield SampledToken(next(versions), place, length - place + 1, token["tp"] - token["lp"])
+
+
+def _table(tokens: Sequence[SampledToken]) -> Iterator[GapCell]:
+    """A row for each place of each version, after those of all versions where there are several."""
+    versions = sorted({token.version for token in tokens})
+    for version in [None, *versions] if len(versions) > 1 else versions:
+        of_version = [token for token in tokens if version in (None, token.version)]
+        for where, (first, last) in PLACES.items():
+            if gaps := [token.gap for token in of_version if first <= token.place <= last]:
+                yield _cell(version, where, gaps)
+        yield _cell(version, f"last {END}", [token.gap for token in of_version if token.left <= END])
+
+
+def _cell(version: int | None, where: str, gaps: Sequence[float]) -> GapCell:
+    mean = math.fsum(gaps) / len(gaps) if gaps else 0.0
+    rms = math.sqrt(math.fsum(gap * gap for gap in gaps) / len(gaps)) if gaps else 0.0
+    widest = max(map(abs, gaps), default=0.0)
+    return GapCell(version=version, where=where, tokens=len(gaps), mean=mean, rms=rms, max=widest)

@@ -1,13 +1,31 @@
-"""``tandem new``: a working environment and its recipe, or a copy of a shipped recipe, to start from."""
+"""``tandem recipes`` and ``tandem new``: recipes that ship, and a copy of one, or an environment, to start from."""
 
 from __future__ import annotations
 
 import keyword
 from pathlib import Path
+from textwrap import shorten
+
+import yaml
+from rich.console import Console
+from rich.text import Text
 
 from tandem import clone
 from tandem.config import registry as resolve
 from tandem.errors import ConfigError, command
+
+
+def print_recipes() -> None:
+    """Print the recipes that ship."""
+    console = Console(highlight=False)
+    for name, path in clone.recipes().items():
+        text = path.read_text(encoding="utf-8")
+        comment = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
+        card = next((line.removeprefix("Card: ") for line in comment if line.startswith("Card: ")), "")
+        model = Path(yaml.safe_load(text)["model"]).name
+        about = shorten(" ".join(comment).partition(". ")[0], 76, placeholder=" …")
+        console.print(Text.assemble((f"{name:13}", "bold"), f"{model}  {card}\n", (f"  {about}", "dim")))
+    console.print("tandem train NAME trains one; tandem new recipe MINE NAME copies one to be edited")
 
 
 def new(what: str, name: str, folder: Path, source: str = "arithmetic") -> str:

@@ -1,13 +1,13 @@
-"""``tandem show``: a run in a screenful, from what its folder holds."""
+"""``tandem show`` and ``tandem runs``: a run in a screenful, and each of a folder in a line, from what folders hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tandem.api.targets import recipe_of
@@ -16,7 +16,7 @@ from tandem.observability import report
 from tandem.observability.board import alarm_lines, duration, sparkline
 from tandem.observability.loggers.base import PHASES, phases
 from tandem.observability.report.folder import Row, RunFolder, load
-from tandem.observability.report.summary import column, episodes, headline_evaluations, summarise
+from tandem.observability.report.summary import Summary, column, episodes, headline_evaluations, summarise
 
 _CURVES = (
     "reward", "accuracy", "length", "entropy", "kl_behavior", "ratio/max", "grad_norm", "tokens_per_second",
@@ -128,3 +128,34 @@ def _number(value: float | None) -> str:
 
 def _interval(bounds: Sequence[float] | None) -> str:
     return f"[{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else ""
+
+
+def print_runs(folder: Path) -> None:
+    """Print a line for each run in a folder.
+
+    Raises:
+        TandemError: there is none.
+    """
+    runs = [load(recipe.parent) for recipe in folder.glob("*/config.yaml")]
+    if not runs:
+        raise TandemError(f"there is no run in {folder}; tandem train RECIPE makes one")
+    rows = sorted(((summarise(run), run) for run in runs), key=lambda row: (row[0]["started"] or 0.0, row[1].name))
+    headings = ("run", "status", "steps", "model", "environment", "lr", "reward", "held out", "time")
+    table = Table(*(Column(heading, overflow="fold") for heading in headings), box=None, pad_edge=False)
+    for summary, run in rows:
+        table.add_row(*map(Text, _row(run.name, summary)))
+    Console().print(table)
+
+
+def _row(name: str, of: Summary) -> Sequence[str]:
+    facts = dict(of["facts"])
+    steps = f"{of['steps']}/{of['steps_planned'] or '?'}"
+    model = Path(facts.get("model", "")).name
+    about = (model, facts.get("environment", ""), facts.get("learning rate", ""))
+    reward = _shown((of["reward_first"], of["reward_last"]))
+    held_out = _shown(each["mean"] for each in (of["before"], of["after"]) if each is not None)
+    return (name, of["status"], steps, *about, reward, held_out, duration(of["seconds"]))
+
+
+def _shown(values: Iterable[float | None]) -> str:
+    return " → ".join(f"{value:.3g}" for value in values if value is not None)

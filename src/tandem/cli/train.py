@@ -77,9 +77,9 @@ def shown(loaded: Loaded, notes: Iterable[str]) -> str:
         UnsupportedPair: its options cannot be had together, as ``tandem check`` and a run say.
         ConfigError: this machine lacks what an option needs.
     """
-    from tandem.trainer.ranks import checks, layout  # which need torch
+    from tandem.trainer.ranks import layout  # which need torch
 
-    checks.check_config(config := layout.placed(loaded.config))
+    layout.check_config(config := layout.placed(loaded.config))
     divided = () if config is loaded.config else (layout.described(config),)
     return with_notes(loaded.options, (*notes, *divided))
 

@@ -24,9 +24,8 @@ from tandem.errors import ConfigError
 from tandem.observability import json_lines
 from tandem.observability.report import folder as folders
 from tandem.observability.report import page, samples
-from tandem.observability.report.diagnosis import diagnosis
 from tandem.observability.report.folder import Row, RunFolder
-from tandem.observability.report.summary import episodes, evaluations, summarise
+from tandem.observability.report.summary import diagnosis, episodes, evaluations, summarise
 from tandem.types import Json
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

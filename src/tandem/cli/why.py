@@ -268,9 +268,7 @@ def rows(each: Sequence[OpenWait]) -> list[tuple[str, ...]]:
 
 def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if rows:
-        table = Table(box=None, pad_edge=False)
-        for heading in headings:
-            table.add_column(heading)
+        table = Table(*headings, box=None, pad_edge=False)
         for row in rows:
             table.add_row(*map(Text, row))
         console.print()

@@ -358,12 +358,8 @@ def _drop_key(branch: Branch, key: str) -> Branch:
     return Branch(entries=entries, key_where=branch.key_where, where=branch.where)
 
 
-def encode(built: Any, *, complete: bool = True) -> dict[str, Json]:
-    """Every option of a dataclass; ``complete=False`` leaves out those that ``inert`` names."""
-    return _dataclass(built, complete, frozenset())
-
-
-def _dataclass(built: Any, complete: bool, skipped: frozenset[str]) -> dict[str, Json]:
+def encode(built: Any, complete: bool = True, skipped: frozenset[str] = frozenset()) -> dict[str, Json]:
+    """Every option of a dataclass but ``skipped``; ``complete=False`` leaves out those that ``inert`` names."""
     if not complete:
         skipped = skipped | frozenset(inert(built))
     encoded: dict[str, Json] = {}
@@ -386,13 +382,13 @@ def _dataclass(built: Any, complete: bool, skipped: frozenset[str]) -> dict[str,
 
 def _part(category: str, built: Any, complete: bool, skipped: frozenset[str]) -> Json:
     """``{kind, ...options}``, or the kind alone where there are none."""
-    kind, options = resolve.kind_of(category, built), _dataclass(built, complete, skipped)
+    kind, options = resolve.kind_of(category, built), encode(built, complete, skipped)
     return {"kind": kind, **options} if options else kind
 
 
 def _reward(name: str, spec: RewardSpec, complete: bool) -> Json:
     """``weight``, or ``{kind, weight, ...options}``; the kind is left out where it is the name."""
-    options = _dataclass(spec.reward, complete, frozenset()) if dataclasses.is_dataclass(spec.reward) else {}
+    options = encode(spec.reward, complete) if dataclasses.is_dataclass(spec.reward) else {}
     if spec.kind == name and not options:
         return spec.weight
     kind = {} if spec.kind == name else {"kind": spec.kind}
@@ -402,7 +398,7 @@ def _reward(name: str, spec: RewardSpec, complete: bool) -> Json:
 def plain_value(value: Any, complete: bool = True, skipped: frozenset[str] = frozenset()) -> Json:
     """One option's value; dataclasses, mappings and lists in depth."""
     if dataclasses.is_dataclass(value):
-        return _dataclass(value, complete, skipped)
+        return encode(value, complete, skipped)
     if isinstance(value, Mapping):
         return {key: plain_value(inner, complete) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
 """Functions and classes of a script or a notebook's cell, as modules that other processes import.
 
 Each becomes a module with its source and whatever else of the script it uses, named for what that holds. It lies in a
-folder of this process; a run keeps a copy in its own, from which it goes on (``trainer/user_code.py``).
+folder of this process; a run keeps a copy in its own, from which it goes on (``trainer/run_folder.py``).
 """
 
 from __future__ import annotations

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
 from tandem.config.tree import Branch, Problems, Tree
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Translated:
-    """Translation of a file of another system."""
-
-    tree: Branch
-    """The recipe; every value knows where in the file it was written."""
-    notes: tuple[str, ...] = ()
-    """What a person should know of how it differs from the file."""
+Translated = tuple[Branch, Sequence[str]]
+"""The recipe that a file of another system comes to, of which every value knows where in the file it was written; and
+what a person should know of how it differs."""
 
 
 def elsewhere(option: str, value: Tree, where: str) -> dict[str, str]:
@@ -42,7 +36,7 @@ def translate(tree: Branch, serving: bool, problems: Problems) -> Translated:
     """
     dialects = {} if "model" in tree.entries else _points("tandem.dialects")
     read = next((dialect for option, dialect in dialects.items() if option in tree.entries), None)
-    translated: Translated = read(tree, serving, problems) if read else Translated(tree=tree)
+    translated: Translated = read(tree, serving, problems) if read else (tree, ())
     return translated
 
 

@@ -22,8 +22,9 @@ from tandem.config.sources import EnvSource, default_rewards, fault
 from tandem.config.tree import Branch, Problems, from_plain, parse, plain, render
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError, bounded, check_bounds, require
+from tandem.observability.answers import PrintCompletions
 from tandem.observability.loggers.base import MetricsLogger
-from tandem.observability.options import PrintCompletions, Timeouts
+from tandem.observability.watchdog import Timeouts
 from tandem.types import Json, Sampling
 
 if TYPE_CHECKING:
@@ -389,10 +390,10 @@ def load(source: Path, overrides: Sequence[str] = (), *, serving: bool = False) 
     shipped = None if source.exists() else clone.recipes().get(str(source))
     source = shipped or source
     tree = parsed(source, problems, clone.written(shipped) if shipped else None)
-    translated = translate(tree, serving, problems)
-    if translated.tree is not tree:
+    recipe, notes = translate(tree, serving, problems)
+    if recipe is not tree:
         problems.raise_if_any(str(source))  # what follows from a mistake in another system's file is not told
-    return _build(translated.tree, source, overrides, problems, translated.notes)
+    return _build(recipe, source, overrides, problems, tuple(notes))
 
 
 def parsed(source: Path, problems: Problems, text: str | None = None) -> Branch:

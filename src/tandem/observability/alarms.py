@@ -1,43 +1,188 @@
 """Alarms: patterns in the metrics of the latest steps that usually mean that training is going wrong.
 
+They see windows of steps, the trend of the main reward, and the recipe's options (``MetricsHistory``).
 ``PATTERNS`` is the table: a pattern is a test of the metrics, what it usually means, and advice. ``AlarmWatch`` looks
 for all of them after every step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.observability import metrics_history
-from tandem.observability.metrics_history import MetricsHistory, RecipeOptions, Window, percent, short
+from tandem.observability.loggers.base import option
 from tandem.types import Json
 
-Name = Literal[
-    "loss", "length", "entropy", "zero_variance", "kl_behavior", "failures",
-]  # fmt: skip
+Name = Literal["loss", "length", "entropy", "zero_variance", "kl_behavior", "failures"]
 """Every alarm, as recipes, events and metrics call it."""
 
 FAILURES = ("timeout", "raised", "bad_value", "crashed", "away")
 """Why a rollout has no reward, as metrics count it under ``grading/failed_``."""
 
+NOW = 5
+"""Steps in the newest window."""
+EARLIER = 8
+"""Steps in an earlier window."""
+AGO = (10, 16, 32, 64)
+"""How many steps before the newest one each earlier window ends."""
+START = 3
+"""First steps of the run, which are a window too: a run that fails at once has no other baseline."""
+KEPT = max(AGO) + EARLIER + 1
+"""Steps kept."""
+SOLVED = 0.9
+"""Accuracy from which on the tasks count as solved."""
+
+
+Row = tuple[int, Mapping[str, float]]
+"""A step and its metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Consecutive steps; none where the run has not enough."""
+
+    rows: tuple[Row, ...] = ()
+    """Oldest first."""
+
+    def __str__(self) -> str:
+        first, last = self.rows[0][0], self.rows[-1][0]
+        return f"step {last}" if first == last else f"steps {first}–{last}"
+
+    def values(self, metric: str) -> list[float]:
+        """Finite values, oldest first; a step may have none."""
+        column = (row.get(metric) for _, row in self.rows)
+        return [value for value in column if value is not None and math.isfinite(value)]
+
+    def median(self, metric: str) -> float | None:
+        """Median of the values; None unless more than half of the steps have one."""
+        values = self.values(metric)
+        return statistics.median(values) if 2 * len(values) > len(self.rows) else None
+
+    def mean(self, metric: str) -> float | None:
+        """Mean of the values; None unless more than half of the steps have one."""
+        values = self.values(metric)
+        return statistics.fmean(values) if 2 * len(values) > len(self.rows) else None
+
+    def error(self, metric: str) -> float:
+        """Standard error of the mean, from the scatter between steps."""
+        values = self.values(metric)
+        return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+    def total(self, metric: str) -> float:
+        """Sum over the steps."""
+        return math.fsum(self.values(metric))
+
+
+class MetricsHistory:
+    """The first and the latest steps of a run."""
+
+    def __init__(self, recipe: Mapping[str, Json]) -> None:
+        """Of a run by this recipe."""
+        self.recipe = recipe
+        sources = recipe.get("envs") or {}
+        rewards = [source.get("rewards") or {} for source in sources.values()] or [recipe.get("rewards") or {}]
+        weights = [{name: _weight(spec) for name, spec in each.items()} for each in rewards]
+        goals = {max(each, key=lambda name: each[name]) for each in weights if each}
+        self.goal = "reward" if not goals else "accuracy" if len(weights) > 1 else f"reward/{next(iter(goals))}"
+        """Metric of the main reward."""
+        self.off_policy = bool(recipe.get("max_lag") or recipe.get("broker") or option(recipe, "replay.size"))
+        """True if training data may be older than the policy."""
+        self._start: list[Row] = []
+        self._rows: deque[Row] = deque(maxlen=KEPT)
+        self._scale = 1.0
+        """Scale of the main reward: 1, as most lie between 0 and 1, or its largest value so far."""
+
+    def add(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Append the metrics of a step; steps come in order."""
+        row = {**scalars, **group_counts(scalars)}
+        if "demonstrations" in scalars:  # a warm start's steps: nothing that follows is to be compared with them
+            self._rows.clear()
+        self._rows.append((step, row))
+        if len(self._start) < EARLIER and "demonstrations" not in scalars:
+            self._start.append((step, row))
+        if math.isfinite(reward := abs(row.get(self.goal, 0.0))):
+            self._scale = max(self._scale, reward)
+
+    def newest(self, metric: str) -> float | None:
+        """The newest step's value, finite or not."""
+        return self._rows[-1][1].get(metric)
+
+    def now(self, steps: int = NOW) -> Window:
+        """The newest steps; an empty window while there are fewer."""
+        return Window(tuple(self._rows)[-steps:]) if len(self._rows) >= steps else Window()
+
+    def earlier(self) -> Sequence[Window]:
+        """Windows to compare with: the nearest first, the start of the run last."""
+        rows = tuple(self._rows)
+        ends = [len(rows) - ago for ago in AGO if len(rows) >= ago + EARLIER - 2]
+        windows = [Window(rows[max(0, end - EARLIER) : end]) for end in ends]
+        return [*windows, Window(tuple(self._start[:START]))] if len(rows) >= START + NOW else windows
+
+    def stagnant(self) -> list[Window]:
+        """Earlier windows since which the main reward has not risen."""
+        return [window for window in self.earlier() if not self.rises(window)]
+
+    def rises(self, then: Window) -> bool:
+        """True if the main reward rose by more than scatter since an earlier window, or the tasks are solved.
+
+        Then other changes may be how the policy improved: right answers are often shorter.
+        """
+        now, goal, then = self.now(EARLIER), self.goal, self.around(then)
+        if (now.mean("accuracy") or 0.0) >= SOLVED:
+            return True
+        level, before = now.mean(goal), then.mean(goal)
+        if level is None or before is None:
+            return False
+        return level - before > max(0.03 * self._scale, math.hypot(now.error(goal), then.error(goal)))
+
+    def around(self, then: Window) -> Window:
+        """A window long enough for a mean of rewards: the first steps are extended."""
+        return then if len(then.rows) >= EARLIER // 2 else Window(tuple(self._start))
+
+    def trend(self, then: Window) -> str:
+        """How the main reward changed since an earlier window, in words; empty if it has no values."""
+        goal = self.goal
+        level, before = self.now(EARLIER).mean(goal), self.around(then).mean(goal)
+        if level is None or before is None:
+            return ""
+        return f"while {goal} went from {short(before)} to {short(level)}"
+
+
+GROUPS, ZERO_VARIANCE = "groups/played", "groups/zero_variance"
+"""Groups of a step over all environments, trained or not; and those of them whose rewards are all equal."""
+
+
+def group_counts(scalars: Mapping[str, float]) -> dict[str, float]:
+    """``GROUPS`` and ``ZERO_VARIANCE`` of a step, over its environments."""
+    groups = zero_variance = 0.0
+    for name, count in scalars.items():
+        if name.startswith("env/") and name.endswith("/groups"):
+            groups += count
+            zero_variance += count * scalars.get(f"{name.removesuffix('groups')}zero_variance", 0.0)
+    return {GROUPS: groups, ZERO_VARIANCE: zero_variance}
+
+
+def short(value: float) -> str:
+    """Three significant figures."""
+    return f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """A share as percent, with a decimal below ten."""
+    return f"{100 * share:.1f} %" if abs(share) < 0.1 and share else f"{100 * share:.0f} %"
+
+
+def _weight(spec: Json) -> float:
+    return float(spec.get("weight", 1.0)) if isinstance(spec, Mapping) else float(spec)
+
 
 Look = Callable[[MetricsHistory], str]
 """What the newest steps show of a pattern; empty if nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What an alarm found at the newest step."""
-
-    seen: str
-    """The figures, and what they are compared with."""
-    means: str
-    """What it usually means."""
-    change: str
-    """What to change: options of the recipe with values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +198,17 @@ class Pattern:
     """What to change."""
 
 
-def find(alarm: Name, history: MetricsHistory) -> Finding | None:
+PatternMatch = tuple[Pattern, str]
+"""A pattern, and what was seen of it: the figures, and what they are compared with."""
+
+
+def find(alarm: Name, history: MetricsHistory) -> PatternMatch | None:
     """The first pattern of an alarm that the newest steps show."""
-    for pattern in PATTERNS:
-        if pattern.alarm == alarm and (seen := pattern.look(history)):
-            return Finding(seen=seen, means=pattern.means, change=pattern.change)
-    return None
+    shown = ((pattern, pattern.look(history)) for pattern in PATTERNS if pattern.alarm == alarm)
+    return next((match for match in shown if match[1]), None)
 
 
-def _changed(metric: str, seen: str, test: Callable[[float, float, RecipeOptions], bool]) -> Look:
+def _changed(metric: str, seen: str, test: Callable[[float, float, Json], bool]) -> Look:
     """The median of a metric against earlier ones, unless the main reward has risen since.
 
     Args:
@@ -91,24 +238,24 @@ def _not_finite(history: MetricsHistory) -> str:
     return f"at {history.now(1)}: {', '.join(seen)}" if seen else ""
 
 
-def _collapsed(level: float, before: float, recipe: RecipeOptions) -> bool:
+def _collapsed(level: float, before: float, recipe: Json) -> bool:
     """True if the policy became certain of its tokens. Both in nats per token."""
     return level <= 0.1 * before or (level < 0.05 and level <= 0.25 * before)
 
 
-def _exploded(level: float, before: float, recipe: RecipeOptions) -> bool:
+def _exploded(level: float, before: float, recipe: Json) -> bool:
     """True if the policy's tokens became random. Both in nats per token; 0.7 nats double the choice of tokens."""
     return level >= 2 * before and level - before >= 0.7
 
 
-def _shrunk(level: float, before: float, recipe: RecipeOptions) -> bool:
+def _shrunk(level: float, before: float, recipe: Json) -> bool:
     """True if answers lost three quarters of their tokens."""
     return before >= 12 and level <= 0.25 * before
 
 
-def _near_limit(level: float, before: float, recipe: RecipeOptions) -> bool:
+def _near_limit(level: float, before: float, recipe: Json) -> bool:
     """True if answers became twice as long and fill half of sampling.max_tokens: reasoning may grow up to there."""
-    most = recipe.get("sampling.max_tokens")
+    most = option(recipe, "sampling.max_tokens")
     roomy = isinstance(most, int) and level < 0.5 * most
     return level - before >= 12 and level >= 2 * before and not roomy
 
@@ -121,7 +268,7 @@ def _cut(history: MetricsHistory) -> str:
         return ""
     for then in history.stagnant():
         before = then.median("rollouts/truncated")
-        if len(then.rows) > metrics_history.START and before is not None and before - cut < 0.05:
+        if len(then.rows) > START and before is not None and before - cut < 0.05:
             seen = f"{percent(cut)} of answers are cut by a length limit ({now}; {percent(before)} at {then})"
             return f"{seen}, {history.trend(then)}"
     return ""
@@ -129,9 +276,9 @@ def _cut(history: MetricsHistory) -> str:
 
 def _zero_variance(history: MetricsHistory) -> str:
     """Too many groups have zero variance, or many more than before, and the tasks are not solved."""
-    now = history.now(metrics_history.EARLIER)
+    now = history.now(EARLIER)
     share, accuracy = _zero_variance_share(now), now.mean("accuracy") or 0.0
-    if share is None or accuracy >= metrics_history.SOLVED:
+    if share is None or accuracy >= SOLVED:
         return ""
     figures = f"accuracy is {percent(accuracy)}, reward/std {short(now.mean('reward/std') or 0.0)}"
     if share > 0.85:
@@ -146,8 +293,8 @@ def _zero_variance(history: MetricsHistory) -> str:
 
 def _zero_variance_share(window: Window) -> float | None:
     """Share of all environments' groups with zero variance; None for fewer than 16 groups."""
-    groups = window.total(metrics_history.GROUPS)
-    return window.total(metrics_history.ZERO_VARIANCE) / groups if groups >= 16 else None
+    groups = window.total(GROUPS)
+    return window.total(ZERO_VARIANCE) / groups if groups >= 16 else None
 
 
 def _kl_behavior(*, off_policy: bool) -> Look:
@@ -157,7 +304,8 @@ def _kl_behavior(*, off_policy: bool) -> Look:
     def look(history: MetricsHistory) -> str:
         now, recipe = history.now(), history.recipe
         level = now.median("kl_behavior")
-        if level is None or recipe.grammar or recipe.off_policy != off_policy:
+        # Within a grammar the sampler's logprobs are those of what it allows, and differ from the policy's.
+        if level is None or option(recipe, "sampling.regex") or history.off_policy != off_policy:
             return ""
         seen = f"kl_behavior is {short(level)} nats per token ({now})"
         if level > limit:
@@ -174,9 +322,9 @@ def _kl_behavior(*, off_policy: bool) -> Look:
 def _failed(history: MetricsHistory) -> str:
     """Many rollouts have no reward, by whatever failed."""
     now, size = history.now(), history.recipe.get("group_size")
-    rollouts = now.total(metrics_history.GROUPS) * (size if isinstance(size, int) else 1)
+    rollouts = now.total(GROUPS) * (size if isinstance(size, int) else 1)
     failed = now.total("rollouts/failed")
-    if not rollouts or failed < max(metrics_history.NOW, 0.1 * rollouts):
+    if not rollouts or failed < max(NOW, 0.1 * rollouts):
         return ""
     counts = {why: now.total(f"grading/failed_{why}") for why in FAILURES}
     counts["failed in their environment"] = failed - sum(counts.values())
@@ -271,16 +419,18 @@ class Notice:
     """The step after which it is reported."""
     since: int
     """First step that showed it."""
-    finding: Finding | None
-    """None: it is over."""
+    seen: str = ""
+    """The figures, and what they are compared with; empty: it is over."""
+    means: str = ""
+    """What it usually means."""
+    change: str = ""
+    """What to change: options of the recipe with values."""
 
     def fields(self) -> dict[str, Json]:
         """Fields of its event."""
-        head: dict[str, Json] = {"alarm": self.alarm, "step": self.step, "since": self.since}
-        if self.finding is None:
-            return head
-        texts = {"seen": self.finding.seen, "means": self.finding.means, "change": self.finding.change}
-        return {**head, **texts, "metrics": list(METRICS[self.alarm])}
+        if self.seen:
+            return {**dataclasses.asdict(self), "metrics": list(METRICS[self.alarm])}
+        return {"alarm": self.alarm, "step": self.step, "since": self.since}
 
 
 @dataclass(slots=True)
@@ -298,16 +448,16 @@ class _Episode:
     clears: int = CLEAR
     """Steps without the pattern that end it."""
 
-    def update(self, finding: Finding | None, step: int) -> Notice | None:
+    def update(self, match: PatternMatch | None, step: int) -> Notice | None:
         """Record what was found at a step; returns what to report, if anything."""
-        if finding is None:
+        if match is None:
             self.shown = 0
             self.clear += 1
             if not self.open or self.clear < self.clears:
                 return None
             self.open = False
             self.clears *= 2
-            return Notice(alarm=self.alarm, step=step, since=self.since, finding=None)
+            return Notice(alarm=self.alarm, step=step, since=self.since)
         if not self.shown and not self.open:
             self.since = step
         self.shown += 1
@@ -315,11 +465,13 @@ class _Episode:
         if self.open or self.shown < (1 if self.alarm == "loss" else CONFIRM):
             return None
         self.open = True
-        return self.notice(finding, step)
+        return self.notice(match, step)
 
-    def notice(self, finding: Finding, step: int) -> Notice:
+    def notice(self, match: PatternMatch, step: int) -> Notice:
         """The alarm, as of a step."""
-        return Notice(alarm=self.alarm, step=step, since=self.since, finding=finding)
+        pattern, seen = match
+        texts = {"seen": seen, "means": pattern.means, "change": pattern.change}
+        return Notice(alarm=self.alarm, step=step, since=self.since, **texts)
 
 
 class AlarmWatch:
@@ -333,7 +485,7 @@ class AlarmWatch:
         """
         options = config.get("alarms") or {}
         self._stops = options.get("action") == "stop"
-        self._history = MetricsHistory(RecipeOptions(config))
+        self._history = MetricsHistory(config)
         self._episodes = [_Episode(alarm) for alarm in METRICS if alarm not in (options.get("ignore") or ())]
         self.ended: Notice | None = None
         """The alarm that stopped the run."""
@@ -352,11 +504,11 @@ class AlarmWatch:
         self._history.add(step, scalars)
         notices = []
         for episode in self._episodes:
-            finding = find(episode.alarm, self._history)
-            if (notice := episode.update(finding, step)) is not None:
+            match = find(episode.alarm, self._history)
+            if (notice := episode.update(match, step)) is not None:
                 notices.append(notice)
-            if self._stops and self.ended is None and finding is not None and episode.open:
-                self.ended = episode.notice(finding, step)
+            if self._stops and self.ended is None and match is not None and episode.open:
+                self.ended = episode.notice(match, step)
                 self.stop()
         return notices
 

@@ -36,7 +36,6 @@ def to_folder(path: Path) -> Iterator[Path]:
     to_file.setFormatter(_Plain("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%SZ"))
     to_terminal = _Terminal(level=logging.WARNING)
     to_terminal.addFilter(lambda record: not getattr(record, "file_only", False))
-    to_terminal.setFormatter(_OneLine("%(levelname)s: %(message)s"))
     root, package = logging.getLogger(), logging.getLogger("tandem")
     before = package.level
     package.setLevel(logging.INFO)
@@ -69,11 +68,14 @@ class _File(logging.FileHandler):
 
 
 class _Terminal(logging.Handler):
-    """Writes to whatever sys.stderr is at the time, so that a live console can put the line above itself."""
+    """Writes messages to whatever sys.stderr is at the time, so that a live console can put the line above itself.
+
+    The traceback is in run.log.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.write(_harmless(f"{record.levelname}: {record.getMessage()}") + "\n")
         except Exception:
             self.handleError(record)
 
@@ -85,14 +87,6 @@ class _Plain(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return _harmless(super().format(record))
-
-
-class _OneLine(logging.Formatter):
-    """The message alone: the traceback is in run.log."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.message = record.getMessage()
-        return _harmless(self.formatMessage(record))
 
 
 def _harmless(text: str) -> str:

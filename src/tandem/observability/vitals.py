@@ -89,21 +89,17 @@ def process(folder: Path) -> Literal["", "alive", "gone"]:
 
 @contextmanager
 def shown(folder: Path, rank: int = 0) -> Iterator[None]:
-    """Write heartbeats while the block lasts. Within an event loop the stacks include its tasks.
+    """Write heartbeats while the block lasts, within an event loop.
 
     Args:
         folder: the run's; it has a logs folder.
         rank: of this process. Rank 0 removes what other ranks of an earlier start left.
     """
-    try:
-        loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-    except RuntimeError:
-        loop = None
     request(folder, rank).unlink(missing_ok=True)
     for earlier in followers(folder) if rank == 0 else ():
         file(folder, earlier).unlink(missing_ok=True)
     over = threading.Event()
-    beat = Beat(loop, PERIOD / 2)
+    beat = Beat(asyncio.get_running_loop(), PERIOD / 2)
     with stacks(folder, rank).open("a", encoding="utf-8") as out:
         faulthandler.register(SIGNAL, out, all_threads=True)
         thread = threading.Thread(target=_write, args=(folder, rank, beat, out, over), name="vitals", daemon=True)
@@ -119,22 +115,19 @@ def shown(folder: Path, rank: int = 0) -> Iterator[None]:
 
 
 class Beat:
-    """Time of an event loop's last turn; without a loop that of its start."""
+    """Time of an event loop's last turn."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None, period: float) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, period: float) -> None:
         self.loop, self._period = loop, period
-        self._timer: asyncio.TimerHandle | None = None
         self._turn()
 
     def _turn(self) -> None:
         self.last = time.monotonic()
-        if self.loop is not None:
-            self._timer = self.loop.call_later(self._period, self._turn)
+        self._timer = self.loop.call_later(self._period, self._turn)
 
     def stop(self) -> None:
         """Take no more turns."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
 
 
 def _write(folder: Path, rank: int, beat: Beat, out: TextIO, over: threading.Event) -> None:
@@ -144,8 +137,7 @@ def _write(folder: Path, rank: int, beat: Beat, out: TextIO, over: threading.Eve
     while True:
         with contextlib.suppress(OSError):  # a full disk ends no run; the age of the file tells
             aside = file(folder, rank).with_suffix(".tmp")
-            lag = None if beat.loop is None else round(time.monotonic() - beat.last, 3)
-            aside.write_text(json.dumps(_signs(process, lag)), encoding="utf-8")
+            aside.write_text(json.dumps(_signs(process, time.monotonic() - beat.last)), encoding="utf-8")
             aside.replace(file(folder, rank))
             if request(folder, rank).exists():
                 write_stacks(out, beat.loop)
@@ -154,27 +146,27 @@ def _write(folder: Path, rank: int, beat: Beat, out: TextIO, over: threading.Eve
             return
 
 
-def _signs(process: Identity, lag: float | None) -> dict[str, Json]:
+def _signs(process: Identity, lag: float) -> dict[str, Json]:
     """Contents of a heartbeat."""
     return {
         "pid": process.pid,
         "started": process.started,
         "host": socket.gethostname(),
         "at": time.time(),
-        "loop": lag,
+        "loop": round(lag, 3),
         "waits": [dataclasses.asdict(wait.snapshot()) for wait in waits.current()],
         "doing": [[name, round(seconds, 3)] for name, seconds in trace.current()],
     }
 
 
-def write_stacks(out: TextIO, loop: asyncio.AbstractEventLoop | None) -> None:
+def write_stacks(out: TextIO, loop: asyncio.AbstractEventLoop) -> None:
     """Write the stack of every thread and of every task of the event loop."""
     out.write(f"\n== stacks of process {os.getpid()}, {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n")
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
             out.write(f"-- thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame, FRAMES))}")
-    for task in sorted(asyncio.all_tasks(loop), key=asyncio.Task.get_name) if loop is not None else ():
+    for task in sorted(asyncio.all_tasks(loop), key=asyncio.Task.get_name):
         out.write(f"-- task {task.get_name()}\n{''.join(_awaiting(task.get_coro()))}")
     out.flush()
 

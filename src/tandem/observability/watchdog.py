@@ -19,17 +19,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.errors import Deadline, command
+from tandem.errors import Bounded, Deadline, bounded, command
 from tandem.observability import vitals, waits
-from tandem.observability.options import Timeouts
 from tandem.processes import family, identity, kill
 
 LOOKS = 20
 """Looks at the waits within the shortest timeout, at most a second apart."""
 _DISK_SECONDS = 2.0
 """Longest time to write stacks: the disk may be what hangs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts(Bounded):
+    """Timeouts of a run without progress; then it stops and names the parts that waited. Progress resets them."""
+
+    wait_seconds: float = bounded(3600.0, above=0)
+    """Longest that one part may wait for another that has no deadline of its own, without anything coming of it."""
+    loop_seconds: float = bounded(300.0, above=0)
+    """Longest that one call may hold up everything else in the trainer's process."""
+    end_seconds: float = bounded(60.0, above=0)
+    """How long a run that is stopped for this may take to end its parts; then its process is ended."""
 
 
 class Watchdog:

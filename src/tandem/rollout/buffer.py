@@ -28,12 +28,11 @@ from tandem.config.loading import RunConfig
 from tandem.metrics import Value
 from tandem.observability import progress, waits
 from tandem.rollout.buffer_metrics import BufferMetrics
-from tandem.rollout.data_state import DataState, Draw
 from tandem.rollout.group_runner import PostprocessRewards
 from tandem.rollout.mixture import EnvMixture
 from tandem.rollout.oversampling import MOST, Oversample, SignalForecast
 from tandem.rollout.replay import ReplayBuffer
-from tandem.rollout.source import Batch
+from tandem.rollout.source import Batch, DataState, Draw
 from tandem.rollout.task_sampler import EnvRunner, TaskSampler
 from tandem.types import Group, Json
 
@@ -86,11 +85,6 @@ class Entry:
     task: asyncio.Task[None] | None = None
     """Plays it, where it is played here."""
 
-    @classmethod
-    def restored(cls, draw: Draw, group: Group) -> Entry:
-        """An entry that a checkpoint had READY."""
-        return cls(group.index, draw, EntryState.READY, group)
-
     @property
     def in_flight(self) -> bool:
         """Its rollouts are not scored yet."""
@@ -123,7 +117,7 @@ class Entry:
         self.state = state
 
 
-@dataclass(slots=True)
+@dataclass
 class RolloutBuffer:
     """Rollout buffer: admits tasks, has their groups sampled, and forms batches in the order of admission.
 
@@ -147,16 +141,6 @@ class RolloutBuffer:
     max_dropped_batches: int = 50
     """Batches' worth of an environment's groups dropped in a row before it is left out, or the run ends if no other is
     left."""
-    ahead: int = field(init=False)
-    """Steps by which sampling may be ahead of training; the engine's weights may be behind by the rest of the lag."""
-    _drops_zero_variance: bool = field(init=False)
-    _oversample: Oversample = field(init=False)
-    _by_name: dict[str, EnvRunner] = field(init=False)
-    _mixture: EnvMixture = field(init=False)
-    _sampler: TaskSampler = field(init=False)
-    _replay: ReplayBuffer = field(init=False)
-    _forecast: SignalForecast = field(init=False)
-    _metrics: BufferMetrics = field(init=False)
     _entries: list[Entry] = field(default_factory=list)
     _taken: int = 0
     _freed: int = 0
@@ -169,9 +153,10 @@ class RolloutBuffer:
 
     def __post_init__(self) -> None:
         config = self.config
+        # Sampling may be so many steps ahead of training; the engine's weights may be behind by the rest of the lag.
         self.ahead = config.max_lag - config.sync.behind
         self._drops_zero_variance = config.zero_variance_groups == "drop" and config.teacher is None
-        self._oversample = config.oversample if self._drops_zero_variance else "off"
+        self._oversample: Oversample = config.oversample if self._drops_zero_variance else "off"
         self._by_name = {runner.name: runner for runner in self.runners}
         self._mixture = EnvMixture(self.runners, config.groups_per_step, self.max_dropped_batches)
         self._sampler = TaskSampler(self.runners, config.steps, config.reroll, config.curriculum, self._rerolled)
@@ -183,13 +168,13 @@ class RolloutBuffer:
     async def open(self, data_state: DataState) -> AsyncIterator[RolloutBuffer]:
         """Start playing where ``data_state`` stands; whatever is in flight at the end is cancelled."""
         self._sampler.open(data_state)
-        self._replay.fill(data_state.stored)
+        self._replay.stored = list(data_state.stored)
         self._forecast.counts.update(data_state.signal)
         self._admitted, self._refilled = data_state.admitted, data_state.refilled
         known = zip(data_state.again, data_state.again_indices, strict=False)  # older checkpoints have no indices
         self._indices = {draw: index for draw, index in known if index >= 0}
         self._taken = self._freed = data_state.taken
-        self._entries = [Entry.restored(draw, group) for draw, group in data_state.ready]
+        self._entries = [Entry(group.index, draw, EntryState.READY, group) for draw, group in data_state.ready]
         self._mixture.resting.update(data_state.resting)
         self._admit()
         try:
@@ -242,7 +227,7 @@ class RolloutBuffer:
             again_indices=(*(e.index for e in again), *(self._indices.get(draw, -1) for draw in drawn.again)),
             ready=tuple((entry.draw, entry.group) for entry in ready),
             resting=dict(self._mixture.resting),
-            stored=self._replay.stored,
+            stored=tuple(self._replay.stored),
             refilled=self._refilled,
             signal=dict(self._forecast.counts),
         )

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from tandem.config.loading import RunConfig
 from tandem.metrics import Histogram, Sum, Value, merge
-from tandem.rollout.data_state import Draw
 from tandem.rollout.measure import measure
+from tandem.rollout.source import Draw
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.types import Group
 

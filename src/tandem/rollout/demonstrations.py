@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 from tandem.errors import EnvError
 from tandem.metrics import Sum, Value
-from tandem.rollout.data_state import DataState, Draw
 from tandem.rollout.gold import gold_reply
-from tandem.rollout.source import Batch, RolloutSource
+from tandem.rollout.source import Batch, DataState, Draw, RolloutSource
 from tandem.rollout.task_sampler import EnvRunner, TaskOrder
 from tandem.rollout.template import Template
 from tandem.types import UNKNOWN_LOGPROB, UNKNOWN_VERSION, Completion, Group, Message, Rollout, Task, Turn

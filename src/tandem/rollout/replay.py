@@ -8,10 +8,10 @@ policy's anew in every step, so ratios and corrections see how far the two have 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from tandem.config.sections import Replay
-from tandem.rollout.data_state import Draw, StoredGroup
+from tandem.rollout.source import Draw, StoredGroup
 from tandem.types import Group
 
 
@@ -21,21 +21,13 @@ class ReplayBuffer:
     def __init__(self, options: Replay) -> None:
         """As large as the recipe says."""
         self._options = options
-        self._stored: list[StoredGroup] = []
-
-    def fill(self, stored: Iterable[StoredGroup]) -> None:
-        """What was kept before, oldest first."""
-        self._stored = list(stored)
-
-    @property
-    def stored(self) -> tuple[StoredGroup, ...]:
+        self.stored: list[StoredGroup] = []
         """What is kept, oldest first."""
-        return tuple(self._stored)
 
     def add(self, draw: Draw, group: Group) -> None:
         """Keep a group that is being trained, unless it is zero-variance or comes from here."""
         if self._options.size and not group.replayed and not group.zero_variance:
-            self._stored = [*self._stored, StoredGroup(draw, group, 0)][-self._options.size :]
+            self.stored = [*self.stored, StoredGroup(draw, group, 0)][-self._options.size :]
 
     def take(self, env: str, *, step: int, taken: Collection[str]) -> tuple[Draw, Group] | None:
         """A group of an environment to be trained once more, or None if there is none.
@@ -48,15 +40,15 @@ class ReplayBuffer:
             step: policy step that it is trained at, at the latest.
             taken: ids of groups that wait to be trained: none is twice in a batch.
         """
-        self._stored = [entry for entry in self._stored if step - entry.group.version_min <= self._options.max_age]
+        self.stored = [entry for entry in self.stored if step - entry.group.version_min <= self._options.max_age]
         fitting = [
             (entry.times, -entry.group.version_min, -entry.group.index, at)
-            for at, entry in enumerate(self._stored)
+            for at, entry in enumerate(self.stored)
             if entry.draw.env == env and entry.group.id not in taken
         ]
         if not fitting:
             return None
         *_, at = min(fitting)
-        draw, group, times = self._stored[at]
-        self._stored[at] = StoredGroup(draw, group, times + 1)
+        draw, group, times = self.stored[at]
+        self.stored[at] = StoredGroup(draw, group, times + 1)
         return draw, dataclasses.replace(group, replayed=times + 1)

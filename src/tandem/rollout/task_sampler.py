@@ -14,9 +14,9 @@ from numbers import Real
 from tandem.algorithms.curricula.base import Curriculum, SolveCount, TaskHistory
 from tandem.config.sections import Reroll
 from tandem.errors import EnvError, TandemError, raised
-from tandem.rollout.data_state import DataState, Draw, TasksMark
 from tandem.rollout.group_runner import GroupRunner
 from tandem.rollout.measure import Solved
+from tandem.rollout.source import DataState, Draw, TasksMark
 from tandem.types import Group, Task
 
 log = logging.getLogger(__name__)

@@ -19,9 +19,7 @@ from tandem.types import Json, Sampling, Turn
 
 COLDEST = 0.01
 """Least temperature; engines take a lower one for greedy, or for this one."""
-OF_THE_RUN = (
-    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"
-)  # fmt: skip
+OF_THE_RUN = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 """Fields of ``Sampling`` that a turn does not record."""
 
 last_completion: WeakKeyDictionary[Engine, float] = WeakKeyDictionary()

@@ -24,27 +24,33 @@ from tandem.errors import ConfigError
 from tandem.model.policy import Policy, load_config, load_model, load_tokenizer
 from tandem.observability import progress, vitals, waits, watchdog
 from tandem.observability.alarms import AlarmWatch
-from tandem.observability.completions import Completions
+from tandem.observability.answers import Completions
 from tandem.observability.emit import OnStep, Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.rollout.gold import require_full_marks
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.rollout.teacher import Score, ServedTeacher
 from tandem.rollout.template import Template
-from tandem.trainer import environments, loop, out_of_memory, run_folder, user_code
+from tandem.trainer import environments, loop, run_folder
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, staging_of
 from tandem.trainer.evaluate import Evaluator, held_out
-from tandem.trainer.live import live_policy, model_of, rank_device, reference_of
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import RankCounts, check_pairs, is_cut
-from tandem.trainer.ranks import checks, layout
+from tandem.trainer.ranks import layout
 from tandem.trainer.record import records
-from tandem.trainer.requirements import engine_requirements, started_on_ours
 from tandem.trainer.run_folder import RunLock
 from tandem.trainer.state import TrainerState, checkpoints_in
 from tandem.trainer.step import Step
-from tandem.trainer.world import World
+from tandem.trainer.world import (
+    World,
+    engine_requirements,
+    live_policy,
+    model_of,
+    rank_device,
+    reference_of,
+    started_on_ours,
+)
 from tandem.types import Json, PolicyVersion
 from tandem.weight_sync.transaction.session import WeightSyncSession
 
@@ -52,11 +58,7 @@ log = logging.getLogger(__name__)
 
 
 async def train(
-    config: RunConfig,
-    *,
-    resume: Path | None,
-    on_step: OnStep | None = None,
-    stop: asyncio.Event | None = None,
+    config: RunConfig, *, resume: Path | None, on_step: OnStep | None = None, stop: asyncio.Event | None = None
 ) -> Path:
     """Start a run, or go on with the one in ``resume``; returns its folder.
 
@@ -93,35 +95,31 @@ async def _train(
 ) -> Path:
     recipe, config = config, layout.placed(environments.counted(config))
     counts = RankCounts.of(config)
-    checks.check_config(config)
+    layout.check_config(config)
     if placement is not None:
-        checks.check_ranks(config, counts.world, placement)
-    checks.check_gpus(config, counts)
+        layout.check_ranks(config, counts.world, placement)
+    layout.check_gpus(config, counts)
     config.engine.check(folder=resume or Path(config.runs) / (config.name or ""))
     tasks = {split: environments.tasks(config, split) for split in environments.splits(config)}
     with waits.blocking("trainer", "its shape, prompts and memory", model_of(config), config.timeouts.wait_seconds):
         model = load_config(config.model)
-        checks.check_model_heads(config, model)
-        checks.check_routers(config, model)
+        layout.check_model_heads(config, model)
+        layout.check_routers(config, model)
         longest = environments.longest_prompt(config, model, tasks.get("train", {}))
         planner = memory.Planner(config, model, prompt_tokens=longest, resumed=resume)
         planner.plan(config).require()
         as_divided = memory.with_gradients(planner, config)
     folder = dog.folder = resume or run_folder.new_folder(recipe)
     lock.take(folder)
-    with run_folder.reporting(folder), out_of_memory.explained(config), vitals.shown(folder):
+    with run_folder.reporting(folder), memory.explained(config), vitals.shown(folder):
         if resume:
             run_folder.write_recipe(recipe, folder)  # what this resume changed holds for the next one too
         step = max(checkpoints_in(folder / "checkpoints"), default=0)
         if resume:
-            for change in user_code.changes(config, folder):
+            for change in run_folder.code_changes(config, folder):
                 log.warning("%s: the run goes on with it as it is; for the run that was begun, put it back", change)
         info = RunInfo(
-            name=folder.name,
-            folder=folder,
-            steps=config.steps,
-            config=recipes.as_json(config),
-            resumed_step=step,
+            name=folder.name, folder=folder, steps=config.steps, config=recipes.as_json(config), resumed_step=step
         )
         alarms = AlarmWatch(info.config)
         with Telemetry(info, config.loggers, alarms, on_step) as telemetry:
@@ -164,7 +162,7 @@ async def playing(
 @asynccontextmanager
 async def answering(config: RunConfig, weights: Path | None) -> AsyncIterator[tuple[Engine, Template]]:
     """The recipe's engine with its model, or with the trained ``weights`` of a checkpoint."""
-    with watchdog.watching(config.timeouts), out_of_memory.explained(config):
+    with watchdog.watching(config.timeouts), memory.explained(config):
         async with live_policy(config) as policy:
             if weights is not None:
                 await policy.compute(config.trainable.load, policy.model, weights)

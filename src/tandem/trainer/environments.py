@@ -21,7 +21,7 @@ from tandem.envs.data.rows import DataSource
 from tandem.errors import ConfigError, EnvError, TandemError, defined_at, raised
 from tandem.metrics import Value, merge
 from tandem.observability import waits
-from tandem.observability.dropped import DroppedGroups
+from tandem.observability.answers import DroppedGroups
 from tandem.observability.emit import Telemetry
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout import template as rendering

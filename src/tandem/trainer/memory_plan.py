@@ -6,17 +6,22 @@ the rest from constants that ``benchmarks/memory.py`` measures. The peak is righ
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config.loading import RunConfig
 from tandem.engines.base import ReportsChecksums
-from tandem.errors import DoesNotFit
+from tandem.errors import DoesNotFit, TandemError, message_of
+from tandem.lazy import Tensor, torch
 from tandem.machine import Machine, accelerator, host, readable
 from tandem.trainer import pairs
-from tandem.trainer.meta_model import MetaModel
 
 When = Literal["always", "starting", "running", "sampling", "training"]
 
@@ -41,6 +46,11 @@ TRAINED_LOGIT, FROZEN_LOGIT = 11, 17
 """Bytes of each logit of a tile, with a trained head and with a frozen one."""
 TYPICAL_PROMPT = 256
 """Tokens of a prompt where none was measured."""
+
+_PHRASES = re.compile(
+    r"out of memory|can't allocate memory|No available memory for the cache blocks|less than desired GPU memory", re.I
+)
+"""What torch, its CPU allocator and vLLM say of it, quoted in an error of an engine or another rank too."""
 
 OPTIONS = {
     "weights": "a smaller model, or dtype: bfloat16",
@@ -141,6 +151,81 @@ def _left_running(resumed: Path | None) -> bool:
 
     records = [EngineRecord.read(file) for file in resumed.glob("engine-*.json")] if resumed else []
     return any(record is not None and alive_after(record.pid, record.started) for record in records)
+
+
+class MetaModel:
+    """A recipe's model without memory, on torch's meta device as ``trainable`` prepares it: what it has and keeps."""
+
+    def __init__(self, config: RunConfig, model_config: Any):
+        """Build it.
+
+        Raises:
+            ConfigError: an option of ``trainable`` names what the model does not have.
+        """
+        from tandem.model import packing
+
+        dtype, trainable = getattr(torch, config.dtype), config.trainable
+        self.choice = packing.chosen(model_config, config.packing)
+        model = packing.bare(model_config, dtype=dtype, packing=config.packing)
+        with torch.device("meta"):
+            self._model = model = trainable.prepare(model).eval()
+        self._width = dtype.itemsize
+        self.layers: int = model_config.get_text_config().num_hidden_layers
+        self.adapted = trainable.described(model)
+        trained = [p.numel() for p in model.parameters() if p.requires_grad]
+        causal: Any = getattr(model, "get_base_model", lambda: model)()
+        head = causal.get_output_embeddings().weight
+        self.parameters = sum(p.numel() for p in model.parameters())
+        """Numbers in its weights, tied ones once."""
+        self.trainable = sum(trained)
+        """Those that are trained."""
+        self.largest = max(trained)
+        """Those of the largest trained tensor."""
+        self.base = sum(p.numel() for p in trainable.base_names(model).values())
+        """Those that an engine lends: all but an adapter's."""
+        self.kept = trainable.kept_bytes(model)
+        """Bytes of frozen weights kept beside those that are sampled from."""
+        self.head = head.numel() if head.requires_grad else 0
+        """Numbers in the head's weight if it is trained, else 0."""
+        self.tied = head is causal.get_input_embeddings().weight
+        """The head's weight is the embedding's."""
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """What an eager forward pass keeps of each token for its backward pass, with nothing recomputed.
+
+        The model's own modules run once, in bfloat16: mixtures of experts do not run on the meta device in float32,
+        in which what is not float32 already takes twice as much. Segments are short, since attention on that device
+        keeps its scores.
+        """
+        from torch._subclasses import FakeTensorMode
+
+        from tandem.model.attention import Packed, sequential_positions
+        from tandem.model.policy import Policy
+
+        model = self._model.to(torch.bfloat16)
+        policy = Policy(model, None, name="", compute=None)  # type: ignore[arg-type]
+        plan = Packed(lengths=(16, 16, 16), parents=(None, 0, 0) if self.choice.packing == "tree" else (None,) * 3)
+        weights: set[int] = set()
+        saved: dict[int, tuple[Any, int]] = {}  # storages are held, so that no address is given twice
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:
+                times = self._width // 2 if tensor.dtype == torch.bfloat16 else 1
+                saved[storage._cdata] = storage, storage.nbytes() * times
+            return tensor
+
+        is_tree = self.choice.packing == "tree"
+        # transformers' own masks ask a tensor for its values, unless it is a fake one.
+        fake = contextlib.nullcontext() if is_tree else FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            if not is_tree:
+                model.to_empty(device="cpu")
+            weights |= {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+            tokens_1T = torch.zeros(1, sum(plan.lengths), dtype=torch.int64, device=policy.device)
+            policy.hidden(tokens_1T, torch.as_tensor(sequential_positions(plan), device=policy.device)[None], plan)
+        return sum(size for _, size in saved.values()) // sum(plan.lengths)
 
 
 class Planner:
@@ -398,3 +483,26 @@ def context(config: RunConfig, model_config: Any) -> int:
 def _width(config: RunConfig) -> int:
     """Bytes of one weight."""
     return 2 if config.dtype == "bfloat16" else 4
+
+
+@contextmanager
+def explained(config: RunConfig) -> Iterator[None]:
+    """End an error that is for want of memory with what to change.
+
+    Raises:
+        DoesNotFit: the trainer is out of memory. Errors of other processes stay what they are.
+    """
+    try:
+        yield
+    except DoesNotFit:
+        raise
+    except Exception as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not _PHRASES.search(str(error)):
+            raise
+        lower = f"lower micro_batch_tokens (now {config.micro_batch_tokens}), sampling.max_tokens or context"
+        engine = "of an engine gpu_memory_utilization or max_rows"
+        text = f"What to change: {lower}, {engine}, or set checkpointing: full or trainable: lora."
+        if isinstance(error, TandemError):
+            error.args = (f"{error}\n{text}",)
+            raise
+        raise DoesNotFit(f"out of memory: {message_of(error)}\n{text}") from error

@@ -351,10 +351,7 @@ class Packer:
             history=None if self.penalties is None else TokenHistory.of(self.penalties, before),
             weights_N=weights_N,
             batch=MicroBatch(
-                behavior_logprobs_N=logprobs_N,
-                advantages_N=advantages_N,
-                sample_N=sample_N,
-                num_samples=len(samples),
+                behavior_logprobs_N=logprobs_N, advantages_N=advantages_N, sample_N=sample_N, num_samples=len(samples)
             ),
             places=tuple((each.sample.rollout, count) for each, count in zip(samples, counts, strict=True)),
             supervised=self.supervised,

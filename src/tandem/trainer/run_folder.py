@@ -1,17 +1,20 @@
-"""Run folder: how it is made, locked for one trainer at a time, and how a run in it ends."""
+"""Run folder: how it is made, the user's code that it keeps, its lock for one trainer at a time, and how a run ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import fcntl
+import inspect
 import logging
 import os
 import platform
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
@@ -20,12 +23,12 @@ from typing import Any
 
 from tandem.config import loading as recipes
 from tandem.config import registry
+from tandem.config.build import RewardSpec
 from tandem.config.loading import RunConfig
 from tandem.errors import Alarmed, ConfigError, TandemError, command, redacted
 from tandem.observability import json_lines, report, vitals, waits
 from tandem.observability import log as logs
 from tandem.observability.alarms import Notice
-from tandem.trainer import user_code
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ def new_folder(config: RunConfig) -> Path:
         folder.mkdir(parents=True)
         write_recipe(config, folder)
         registry.remember(folder)
-        user_code.keep(config, folder)
+        keep_code(config, folder)
     except OSError as error:
         raise ConfigError(f"the run's folder {folder} cannot be made: {error}; set runs= and name=") from error
     return folder
@@ -73,6 +76,48 @@ def write_recipe(config: RunConfig, folder: Path) -> None:
     aside = folder / ".config.yaml.tmp"
     aside.write_text(text, encoding="utf-8")
     aside.replace(recipe)
+
+
+def keep_code(config: RunConfig, folder: Path) -> None:
+    """Keep the source of every module that the recipe names, as the run was begun with."""
+    for copy, source in _code_files(config, folder).items():
+        if not copy.is_file():
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(source.read_bytes())
+
+
+def code_changes(config: RunConfig, folder: Path) -> list[str]:
+    """Modules of the recipe whose source is not the one that the run was made with, in words."""
+    copies = [(copy, source) for copy, source in _code_files(config, folder).items() if copy.is_file()]
+    changed = [(copy, source) for copy, source in copies if copy.read_bytes() != source.read_bytes()]
+    return [f"{source} is not what this run was trained with (see {copy})" for copy, source in changed]
+
+
+def _code_files(config: RunConfig, folder: Path) -> dict[Path, Path]:
+    """Source of each module, by where it is kept; a module without one, as in a notebook, has none."""
+    files = {}
+    for name in sorted(set(_modules(config))):
+        source = inspect.getsourcefile(sys.modules[name]) if name in sys.modules else None
+        if source is not None and Path(source).is_file():
+            files[folder / registry.SOURCES / f"{name}.py"] = Path(source)
+    return files
+
+
+def _modules(value: object) -> Iterator[str]:
+    """Modules outside this package that a value's parts come from, in depth."""
+    if isinstance(value, RewardSpec) and isinstance(value.reward, str):
+        yield value.reward.partition(":")[0]
+    elif dataclasses.is_dataclass(value):
+        if not type(value).__module__.startswith("tandem."):
+            yield type(value).__module__
+        for field in dataclasses.fields(value):
+            yield from _modules(getattr(value, field.name, None))
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _modules(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _modules(inner)
 
 
 @contextmanager
@@ -105,13 +150,12 @@ def stopped(step: int, alarm: Notice | None, folder: Path, saved: str = "all") -
         "weights": "its weights are saved, and nothing else (checkpoint: weights), so it cannot go on",
         "none": "nothing is saved (checkpoint: none), so it cannot go on",
     }[saved]
-    if alarm is None or alarm.finding is None:
+    if alarm is None:
         again = f"; go on with: {command('train', folder)}" if saved == "all" else ""
         return KeyboardInterrupt(f"stopped at step {step}, {saved_text}{again}")
-    finding = alarm.finding
     again = f" To go on all the same: {command('train', folder, 'alarms=warn')}" if saved == "all" else ""
-    seen = f"alarm {alarm.alarm} stopped the run at step {step}, {saved_text}: {finding.seen}"
-    return Alarmed(f"{seen}. {finding.means} What to change: {finding.change}{again}")
+    seen = f"alarm {alarm.alarm} stopped the run at step {step}, {saved_text}: {alarm.seen}"
+    return Alarmed(f"{seen}. {alarm.means} What to change: {alarm.change}{again}")
 
 
 @contextmanager
@@ -212,14 +256,9 @@ class RunLock:
     """
 
     def __init__(self) -> None:
-        self._folder: Path | None = None
+        self.folder = Path()
+        """The folder that is locked, while there is one."""
         self._handle: int | None = None
-
-    @property
-    def folder(self) -> Path:
-        """The folder that is locked; only while there is one."""
-        assert self._folder is not None
-        return self._folder
 
     def take(self, folder: Path) -> None:
         """Lock a folder, which must be there; nothing where this lock has it already.
@@ -245,7 +284,7 @@ class RunLock:
         _descriptors.add(handle)
         os.ftruncate(handle, 0)
         os.write(handle, f"pid {os.getpid()} on {platform.node()}\n".encode())
-        self._folder, self._handle = folder, handle
+        self.folder, self._handle = folder, handle
 
     def check(self) -> None:
         """Look whether the folder that was locked is still there.
@@ -267,4 +306,4 @@ class RunLock:
         if self._handle is not None:
             _descriptors.discard(self._handle)
             os.close(self._handle)
-            self._folder = self._handle = None
+            self._handle = None

@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
-from tandem.rollout.data_state import DataState
+from tandem.rollout.source import DataState
 from tandem.types import Json, PolicyVersion
 
 _STEP = re.compile(r"[0-9]{6,}")
@@ -55,11 +55,7 @@ class TrainerState:
     def advanced(self, num_tokens: int, version: PolicyVersion, data_state: DataState) -> Self:
         """The state after one more step."""
         return dataclasses.replace(
-            self,
-            step=version.step,
-            version=version,
-            tokens_seen=self.tokens_seen + num_tokens,
-            data_state=data_state,
+            self, step=version.step, version=version, tokens_seen=self.tokens_seen + num_tokens, data_state=data_state
         )
 
     def to_json(self) -> dict[str, Json]:

@@ -117,17 +117,17 @@ class Step:
             queued: called when all is queued, and the host has nothing to do until the device is done.
             old: of the first pass over this batch; empty in it.
         """
-        passed = await self.work.passed(batch, old, queued)
+        metrics, values, old_logprobs = await self.work.passed(batch, old, queued)
         logprobs: dict[str, list[float]] = {}
-        for micro, of_micro in zip(batch.micro, passed.logprobs, strict=True):
+        for micro, of_micro in zip(batch.micro, values, strict=True):
             at = 0
             for rollout, num in micro.places:
                 logprobs.setdefault(rollout, []).extend(of_micro[at : at + num])
                 at += num
         return StepStats(
-            metrics=merge([*passed.metrics, _never_clipped(batch, passed.metrics)]),
+            metrics=merge([*metrics, _never_clipped(batch, metrics)]),
             logprobs={k: tuple(v) for k, v in logprobs.items()},
-            old_logprobs=passed.old_logprobs,
+            old_logprobs=old_logprobs,
         )
 
     async def apply(self, step: int, batch: StepBatch, first: StepStats) -> Mapping[str, Value]:
@@ -167,16 +167,9 @@ class Step:
         return replace(self.optimizer, lr=lr).rate(step, self.warm_steps)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPass:
-    """What one pass over a batch measured."""
-
-    metrics: Sequence[Mapping[str, Value]]
-    """Of each micro-batch, in the batch's order."""
-    logprobs: Sequence[Sequence[float]]
-    """Of the trained tokens of each."""
-    old_logprobs: Sequence[OldLogprobs]
-    """Of those that this process computed."""
+BatchPass = tuple[Sequence[Mapping[str, Value]], Sequence[Sequence[float]], Sequence[OldLogprobs]]
+"""What one pass over a batch measured: metrics of each micro-batch in the batch's order, logprobs of the trained tokens
+of each, and of those that this process computed the old logprobs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -240,7 +233,7 @@ class LocalWork:
             old_logprobs.append(now)
         queued()
         metrics, values = await self.policy.compute(self.settle, passes)
-        return BatchPass(metrics=metrics, logprobs=values, old_logprobs=old_logprobs)
+        return metrics, values, old_logprobs
 
     async def divergences(self, batch: StepBatch) -> Sequence[Sequence[float]]:
         """``divergence`` of every micro-batch."""

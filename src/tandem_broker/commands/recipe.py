@@ -18,7 +18,7 @@ from tandem.config.sources import EnvSource, default_rewards, fault
 from tandem.config.tree import Branch, Items, Leaf, Problems, Tree, from_plain
 from tandem.envs.base import Environment
 from tandem.errors import bounded, check_bounds, require
-from tandem.observability.options import Timeouts
+from tandem.observability.watchdog import Timeouts
 from tandem.types import Json, Sampling
 
 

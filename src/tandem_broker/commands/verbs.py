@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tandem.cli.arguments import Overrides
+from tandem.cli.app import Overrides
 
 Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 lets other machines in.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")]

@@ -26,7 +26,7 @@ def translate(tree: Branch, serving: bool, problems: Problems) -> Translated:
     if not isinstance(method, Leaf) or method.value not in ("grpo", "gdpo"):
         where = method.where if method else tree.where
         problems.add(where, "this is an Axolotl file, and of those Tandem trains the ones with rl: grpo or gdpo")
-        return Translated(tree=Branch(where=tree.where))
+        return Branch(where=tree.where), ()
     recipe = AxolotlRecipe(tree, problems, serving=serving)
     make(recipe, os.environ)
-    return Translated(tree=recipe.tree, notes=tuple(recipe.notes))
+    return recipe.tree, recipe.notes

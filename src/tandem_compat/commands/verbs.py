@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from tandem.cli.arguments import Overrides, Show
+from tandem.cli.app import Overrides, Show
 from tandem_compat.atropos.options import SERVER, TRAINER
 from tandem_compat.commands.flags import options_of, repeated, with_options, words_of
 from tandem_compat.swift.options import DEPLOY, RLHF

@@ -15,7 +15,7 @@ from tandem.api.run import trained
 from tandem.config.loading import RunConfig
 from tandem.config.tree import Problems
 from tandem.errors import ConfigError, Interrupted
-from tandem.observability.trl_names import with_trl_names
+from tandem.observability.emit import with_trl_names
 
 _CALLED = ("on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_train_end")
 

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,8 @@ import msgspec
 
 from tandem.observability.loggers.base import phase
 from tandem.observability.report import samples
-from tandem.observability.report.diagnosis import diagnosis
 from tandem.observability.report.folder import Row, RunFolder, load
-from tandem.observability.report.summary import Summary, episodes, evaluations, summarise
+from tandem.observability.report.summary import Summary, diagnosis, episodes, evaluations, summarise
 from tandem.types import Json
 
 SCRIPTS = ("charts.js", "uPlot.iife.min.js", "page.js", "rollouts.js", "runs.js", "start.js")
@@ -62,12 +62,8 @@ def render(title: str, sentence: str, data: Row) -> str:
         "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'{asks}",
         "data": embed(data),
     }
-    # Split once, so that nothing inserted is ever searched for placeholders.
-    out = []
-    for piece in asset("template.html").split("{{"):
-        name, closing, rest = piece.partition("}}")
-        out.append(parts[name] + rest if closing else piece)
-    return "".join(out)
+    # In one pass, so that nothing inserted is ever searched for placeholders.
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], asset("template.html"))
 
 
 PARTS: Mapping[str, tuple[tuple[str, ...], Callable[[RunFolder], Row]]] = {

@@ -1,4 +1,4 @@
-"""``certify``: a recipe's own parts on made-up groups, and every check of what they compute."""
+"""``tandem certify``: a recipe's own parts on made-up groups, and every check of what they compute."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import msgspec
 import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
@@ -18,9 +24,17 @@ from tandem.errors import ConfigError
 from tandem.testing import oracle
 from tandem.testing.oracle import Formula, SampledSequence
 from tandem.tools.certify import optimizer
-from tandem.tools.certify.certificate import Certificate, CertificateLine, judged, skipped
 from tandem.tools.certify.made_up import GroupMaker
-from tandem.tools.certify.policy import CertifiedPolicy, Gradient, distance, norm
+from tandem.tools.certify.policy import (
+    Certificate,
+    CertificateLine,
+    CertifiedPolicy,
+    Gradient,
+    distance,
+    judged,
+    norm,
+    skipped,
+)  # fmt: skip
 from tandem.tools.certify.variations import VARIATIONS
 from tandem.trainer.pack import Packer
 from tandem.types import Group
@@ -34,6 +48,43 @@ SAME = 1e-6
 
 FORMULAS = "whole gradient by formulas"
 FOLLOWS = "reference as it follows"
+_STYLES = {"pass": "green", "fail": "bold red", "skipped": "yellow"}
+
+
+def print_certificate(recipe: Path, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Print the certificate; returns 0 if it passes, else 1.
+
+    Args:
+        recipe: what is certified.
+        overrides: laid over it.
+        as_json: print JSON alone.
+
+    Raises:
+        ConfigError: the recipe is wrong, or its model cannot be read.
+    """
+    certificate = certify(recipes.load(recipe, overrides).config)
+    if as_json:
+        plain = {"passed": certificate.passed, **dataclasses.asdict(certificate)}
+        # Strict JSON: a distance that is not a number or infinite is null.
+        typer.echo(msgspec.json.format(msgspec.json.encode(plain), indent=2))
+    else:
+        _show(certificate, Console())
+    return 0 if certificate.passed else 1
+
+
+def _show(certificate: Certificate, console: Console) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "what was compared", "apart", "allowed", "with what"):
+        table.add_column(column, justify="right" if column in ("apart", "allowed") else "left")
+    for line in certificate.lines:
+        figures = ["" if value is None else f"{value:.1e}" if value else "0" for value in (line.figure, line.bound)]
+        note = "; ".join(text for text in (line.compared_with, line.note) if text)
+        table.add_row(Text(line.state, _STYLES[line.state]), line.name, *figures, Text(note))
+    console.print(certificate.model, markup=False, highlight=False)
+    console.print(table)
+    failed = sum(line.state == "fail" for line in certificate.lines)
+    verdict = f"{failed} failed" if failed else "passed"
+    console.print(f"{verdict} in {certificate.seconds:.0f} s", style="bold red" if failed else "green", highlight=False)
 
 
 def certify(config: RunConfig) -> Certificate:

@@ -1,24 +1,13 @@
-"""Synthetic groups with every case that the trainer distinguishes, and the model of a certificate."""
+"""Synthetic groups with every case that the trainer distinguishes."""
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
-from typing import Any
 
-import torch
-from torch import nn
-
-from tandem.config import loading as recipes
-from tandem.config.loading import RunConfig
-from tandem.model import packing
-from tandem.model.policy import load_config
-from tandem.testing.oracle import PlainModel, part
-from tandem.trainer.live import prepared
 from tandem.types import UNKNOWN_LOGPROB, Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
 
 Own = Callable[[Sequence[int], Sequence[int], float], Sequence[float]]
@@ -222,67 +211,3 @@ def _with_logprobs(rollout: Rollout, own: Own, drift: Sequence[float]) -> Rollou
         place += len(logprobs)
         turns.append(replace(turn, completion=replace(turn.completion, logprobs=tuple(logprobs))))
     return replace(rollout, turns=tuple(turns))
-
-
-_TINY = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 32,
-    "num_attention_heads": 4,
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 1024,
-    "attention_dropout": 0.2,  # none of which a run may apply
-    "initializer_range": 0.03,  # wide enough that the next-token distribution is not uniform
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
-"""Sizes of a model that is computed in milliseconds; what else the architecture says stays as it is."""
-
-
-def certified(config: RunConfig) -> tuple[nn.Module, PlainModel]:
-    """A tiny random model like the recipe's in float32 on the CPU, prepared for training; and in float64, as it was.
-
-    Raises:
-        ConfigError: the model's configuration cannot be read.
-    """
-    torch.manual_seed(config.seed)
-    tiny = tiny_like(load_config(config.model), config.trainable.layers or ())
-    options = packing.attention(tiny, config.packing)
-    model = packing.causal_class(tiny).from_config(tiny, dtype=torch.float32, **options)
-    exact = PlainModel(model, part(recipes.as_json(config)["trainable"]))
-    return prepared(config, model), exact
-
-
-def tiny_like(config: Any, layers: Sequence[int]) -> Any:
-    """A small configuration of the same architecture, in which ``layers`` exist.
-
-    Where the usual sizes make no model that runs, such as of an architecture that lists values by layer or is computed
-    with images, it is the copy by which the packing is chosen.
-    """
-    try:
-        tiny = shrunk(config.get_text_config(), layers)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            packing.causal_class(tiny).from_config(tiny).eval()(torch.tensor([[3, tiny.vocab_size - 1]]))
-    except Exception:
-        return packing.small(config, layers=max(2, *(layer + 1 for layer in layers)) if layers else 2)
-    return tiny
-
-
-def shrunk(like: Any, layers: Sequence[int]) -> Any:
-    """A transformers configuration of the same architecture and few parameters, in which ``layers`` exist."""
-    tiny = copy.deepcopy(like)
-    depth = max(2, *(layer + 1 for layer in layers)) if layers else 2
-    if getattr(like, "num_key_value_heads", None) is not None:
-        tiny.num_key_value_heads = 2 if like.num_key_value_heads < like.num_attention_heads else 4
-    for name, size in _TINY.items():
-        if hasattr(tiny, name):
-            setattr(tiny, name, size)
-    tiny.num_hidden_layers = depth
-    if getattr(tiny, "layer_types", None):
-        tiny.layer_types = [tiny.layer_types[i % len(tiny.layer_types)] for i in range(depth)]
-    return tiny

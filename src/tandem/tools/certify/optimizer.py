@@ -17,8 +17,7 @@ from tandem.config import loading as recipes
 from tandem.metrics import flatten
 from tandem.optimizers.base import Optimizer
 from tandem.testing.oracle import OPTIMIZERS, ExactOptimizer, Options, part, rate
-from tandem.tools.certify.certificate import CertificateLine, judged, skipped
-from tandem.tools.certify.policy import CertifiedPolicy, Gradient, distance, norm
+from tandem.tools.certify.policy import CertificateLine, CertifiedPolicy, Gradient, distance, judged, norm, skipped
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.step import BatchPass, LocalWork, OldLogprobs, Step, Verb
 
@@ -76,7 +75,7 @@ class KnownGradients(LocalWork):
             for name, parameter in self.named.items():
                 parameter.grad = micro[name].to(parameter.dtype, copy=True)
                 self.stepper.accumulate(parameter)
-        return BatchPass(metrics=(), logprobs=(), old_logprobs=())
+        return (), (), ()
 
     async def every(self, verb: Verb, *arguments: Any) -> Any:
         """As of any step; where updates took the weights is kept."""

@@ -1,25 +1,27 @@
-"""A recipe's policy under a certificate: the run's own step, on weights that go where the certificate says."""
+"""A certificate, and a recipe's policy under it: the run's own step, on weights that go where the certificate says."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig, loss_reference
-from tandem.model import layers
+from tandem.model import layers, packing
 from tandem.model.layers import Checkpointing
-from tandem.model.policy import Compute, Policy
-from tandem.tools.certify.made_up import certified
-from tandem.trainer import live
+from tandem.model.policy import Compute, Policy, load_config
+from tandem.testing.oracle import PlainModel, part
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.step import LocalWork, Step
+from tandem.trainer.world import changing, prepared
 
 Gradient = Mapping[str, Tensor]
 """By parameter name."""
@@ -74,6 +76,43 @@ class Recorder:
         """It has no state."""
 
 
+_ODD = {"attention_dropout": 0.2, "initializer_range": 0.03}
+"""What a run may not apply; and weights wide enough that the next-token distribution is not uniform."""
+_TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, **_ODD}
+"""Sizes with which most architectures are computed in milliseconds."""
+
+
+def certified(config: RunConfig) -> tuple[nn.Module, PlainModel]:
+    """A tiny random model like the recipe's in float32 on the CPU, prepared for training; and in float64, as it was.
+
+    Raises:
+        ConfigError: the model's configuration cannot be read.
+    """
+    depth = max([2, *(layer + 1 for layer in config.trainable.layers or ())])
+    small = packing.small(load_config(config.model), depth)
+    tiny = _resized(small, _TINY)
+    try:
+        with torch.no_grad():
+            packing.causal_class(tiny).from_config(tiny).eval()(torch.zeros(1, 2, dtype=torch.int64))
+    except Exception:  # as of an architecture that lists values by layer
+        tiny = _resized(small, _ODD)
+    torch.manual_seed(config.seed)
+    options = packing.attention(tiny, config.packing)
+    model = packing.causal_class(tiny).from_config(tiny, dtype=torch.float32, **options)
+    exact = PlainModel(model, part(recipes.as_json(config)["trainable"]))
+    return prepared(config, model), exact
+
+
+def _resized(config: Any, sizes: Mapping[str, float]) -> Any:
+    """The same with these sizes, where it has them."""
+    resized = copy.deepcopy(config)
+    text = resized.get_text_config()
+    for name, size in sizes.items():
+        if hasattr(text, name):
+            setattr(text, name, size)
+    return resized
+
+
 class CertifiedPolicy:
     """A policy under a certificate: a tiny model like the recipe's."""
 
@@ -84,7 +123,7 @@ class CertifiedPolicy:
         self._parameters = dict(config.trainable.parameters(model))
         self._loaded = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._moves = {name: MOVES * _deviation(loaded) for name, loaded in self._loaded.items()}
-        self._changing = live.changing(config, self.policy)
+        self._changing = changing(config, self.policy)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._recorder = Recorder(names, lambda update: self._write(self.placed(update)))
         self.work = LocalWork.of(config, self.policy, self._recorder, None)
@@ -173,3 +212,55 @@ def distance(actual: Sequence[Gradient], expected: Sequence[Gradient]) -> float:
     off = [{n: f[n].double() - e[n].double() for n in e} for f, e in zip(actual, expected, strict=True)]
     whole = norm(expected)
     return norm(off) / whole if whole else math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateLine:
+    """One check."""
+
+    name: str
+    """Of what."""
+    state: Literal["pass", "fail", "skipped"]
+    """How it went."""
+    figure: float | None = None
+    """The largest distance found."""
+    bound: float | None = None
+    """The largest that passes."""
+    compared_with: str = ""
+    """What the figure is the distance from, as a share of its norm; where the bound is 0, so many differ."""
+    note: str = ""
+    """What else is to be told."""
+
+
+def judged(name: str, figures: Sequence[float], bound: float, compared_with: str, note: str = "") -> CertificateLine:
+    """A check that passes if no distance is above the bound; one that is not a number fails."""
+    return CertificateLine(
+        name=name,
+        state="pass" if all(figure <= bound for figure in figures) else "fail",
+        figure=max(figures, key=lambda figure: math.inf if math.isnan(figure) else figure),
+        bound=bound,
+        compared_with=compared_with,
+        note=note,
+    )
+
+
+def skipped(name: str, why: str) -> CertificateLine:
+    """A check that cannot be made."""
+    return CertificateLine(name=name, state="skipped", note=why)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """Result of all comparisons for a recipe."""
+
+    model: str
+    """What the gradient is of."""
+    lines: tuple[CertificateLine, ...]
+    """Every check."""
+    seconds: float
+    """What it took."""
+
+    @property
+    def passed(self) -> bool:
+        """True if nothing failed."""
+        return all(line.state != "fail" for line in self.lines)

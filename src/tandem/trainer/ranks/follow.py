@@ -18,20 +18,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig, from_options
 from tandem.distributed.follower import Follower, Handler
 from tandem.distributed.placement import Placement
 from tandem.engines.base import EngineRequirements
 from tandem.errors import RankError
-from tandem.model.policy import Policy
 from tandem.observability import vitals
 from tandem.trainer import memory_plan
-from tandem.trainer.checkpoint import Staging, load_states, staged_states, staging_of
-from tandem.trainer.live import live_policy, reference_of
+from tandem.trainer.checkpoint import load_states, staged_states, staging_of
 from tandem.trainer.pairs import engine_devices, is_cut, ranks_of_engine
 from tandem.trainer.ranks.parts import RankParts
+from tandem.trainer.ranks.slices import RankSlices, slice_handlers
 from tandem.trainer.ranks.work import RankWork, handlers
+from tandem.trainer.world import live_policy, reference_of
 from tandem.transport.rendezvous import own_address
 from tandem.transport.sharing import finish
 from tandem.weight_sync.shared import attach_export
@@ -40,7 +39,6 @@ from tandem.weight_sync.transaction.trained import Trained
 if TYPE_CHECKING:
     from tandem.engines.vllm.adapters import AdapterWriter
     from tandem.engines.vllm.client.fleet import Fleet
-    from tandem.trainer.ranks.slices import RankSlices
 
 COMMANDS = ["begin", "connect", "weights", "engine", "attach", "adapt", "cut", "bind", "checksums", "restore", "save"]
 """Of the lead, each executed by the method of ``_Rank`` of its name."""
@@ -83,12 +81,6 @@ class _Rank:
     def __init__(self, stack: AsyncExitStack, signs: ExitStack, placement: Placement, follower: Follower):
         self._stack, self._signs, self._placement, self._follower = stack, signs, placement, follower
         self.folder = Path()
-        self._config: RunConfig
-        self._policy: Policy
-        self._reference: ReferenceWeights | None
-        self._parts: RankParts
-        self._work: RankWork
-        self._staging: Staging
         self._writing: asyncio.Task[None] | None = None
         self._writer: AdapterWriter | None = None
         self._fleet: Fleet | None = None
@@ -172,8 +164,6 @@ class _Rank:
 
     async def _cut(self, body: Any) -> None:
         """Take this rank's part of the weights from the lead."""
-        from tandem.trainer.ranks.slices import RankSlices, slice_handlers
-
         bare = self._policy
         self._policy = policy = await bare.compute(self._parts.cut, bare, self._config.trainable)
         self._slices = RankSlices(policy, bare.causal)

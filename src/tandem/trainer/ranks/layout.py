@@ -1,4 +1,7 @@
-"""Who trains and who samples: ``gpus`` divided between ranks and engines by the memory plan, and drawn for a person."""
+"""Who trains and who samples: ``gpus`` divided between ranks and engines by the memory plan, and drawn for a person.
+
+And what several ranks, or processes that share a model, cannot do: refused by the option's name before weights load.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,15 @@ import torch
 
 from tandem.config.loading import RunConfig
 from tandem.distributed.placement import Placement
-from tandem.errors import ConfigError, DoesNotFit, TandemError
+from tandem.engines.base import ReportsChecksums
+from tandem.errors import ConfigError, DoesNotFit, TandemError, UnsupportedPair
 from tandem.machine import readable
+from tandem.model import packing
+from tandem.model.context import CONTEXT_PARALLEL, check_heads
+from tandem.model.penalties import Penalties
 from tandem.model.policy import load_config
+from tandem.optimizers.base import UpdatesParts
 from tandem.trainer import memory_plan, pairs
-from tandem.trainer.ranks import checks
 
 FILLED = 0.9
 """Share of a GPU that an engine fills which has it for itself."""
@@ -84,8 +91,8 @@ def _require(config: RunConfig, model: Any, planner: memory_plan.Planner) -> Non
     Raises:
         TandemError: says why.
     """
-    checks.check_config(config)
-    checks.check_model_heads(config, model)
+    check_config(config)
+    check_model_heads(config, model)
     if planner.machine.is_host:
         return
     planner.ranks = pairs.RankCounts.of(config)
@@ -139,3 +146,164 @@ def _sizes(parts: dict[str, int], total: int) -> str:
     sizes = sorted(parts.items(), key=lambda part: -part[1])
     listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in sizes if size >= 5e7)
     return f"{listed} = {sum(parts.values()) / 1e9:.1f} of {total / 1e9:.1f} GB"
+
+
+def check_config(config: RunConfig) -> None:
+    """Refuse what the recipe alone tells cannot be: ``--show``, ``tandem check`` and a run have this one list.
+
+    Raises:
+        UnsupportedPair: names the options, and what can be done.
+        ConfigError: this machine lacks what an option needs.
+    """
+    pairs.check_pairs(config)
+    check_ranks(config, pairs.RankCounts.of(config).world)
+
+
+def check_ranks(config: RunConfig, world: int, placement: Placement | None = None) -> None:
+    """Refuse what several ranks cannot do, on whatever machine; with ``placement``, on these hosts.
+
+    Raises:
+        UnsupportedPair: names the option, and what can be done.
+    """
+    divided, shared = config.distributed, config.distributed.context_parallel
+    if world % shared:
+        why = f"{shared} ranks cannot share each sequence where there are {world}; set ranks to a multiple of it"
+        raise UnsupportedPair(f"distributed.context_parallel: {why}")
+    if world == 1:
+        return
+    sharded, replicas = divided.shard == "weights", divided.replicas
+    cuts_trained = sharded and config.trainable.folder_name == "model"  # an adapter is whole on each rank
+    cuts_published = config.trainable.payload == "weights"
+    options, moves = config.optimizer, config.moves_reference
+    precision, gradients = getattr(options, "precision", "masters"), getattr(options, "gradients", "float32")
+    whole, adamw = not isinstance(options, UpdatesParts), type(options).__name__ == "AdamW"
+    refused = {
+        f"distributed.replicas: {replicas} without distributed.shard: weights; leave it out": not sharded
+        and replicas > 1,
+        f"distributed.replicas: {replicas}: as many ranks have each replica; set it to 1 or {_divisors(world)}": (
+            world % replicas > 0
+        ),
+        "optimizer: it updates whole tensors; choose adamw, adamw8bit or adamw_cpu": whole,
+        "optimizer.gradients: bfloat16: ranks sum gradients in float32; leave it out": gradients != "float32",
+        "distributed.shard: weights and a reference that moves; choose reference: start, or shard: states": (
+            sharded and moves and cuts_published
+        ),
+        "distributed.shard: weights and this optimizer; choose adamw": cuts_trained and not adamw,
+        "distributed.shard: weights and optimizer.precision; leave it out": cuts_trained and precision != "masters",
+        "distributed.shard: weights and matmul: fp8; leave matmul out": sharded and config.matmul == "fp8",
+        "distributed.context_parallel and penalties of sampling; set those to their defaults": (
+            shared > 1 and Penalties.of(config.sampling, []) is not None
+        ),
+    }
+    refused |= _refused_engines(config, placement)
+    if pairs.has_slices(config):
+        refused |= _refused_slices(config, world, placement)
+    for why, is_refused in refused.items():
+        if is_refused:
+            raise UnsupportedPair(f"ranks: {world} cannot go with {why}")
+
+
+def check_gpus(config: RunConfig, counts: pairs.RankCounts) -> None:
+    """Refuse more ranks of this host, and engines apart from them, than it has GPUs.
+
+    Raises:
+        UnsupportedPair: says how many there are, and what would do.
+    """
+    local, gpus = counts.local, torch.cuda.device_count() if torch.cuda.is_available() else None
+    if counts.world == 1 or gpus is None:
+        return
+    if gpus < local:
+        raise UnsupportedPair(f"ranks: {local} of this machine need as many GPUs, and it has {gpus}; lower ranks")
+    engine: Any = config.engine
+    if not pairs.has_engines_apart(config) or engine.urls or engine.devices:
+        return
+    needed = local + engine.replicas * engine.tensor_parallel_size
+    if gpus < needed:
+        instead = "lower ranks or engine.replicas, or choose sync: shared"
+        raise UnsupportedPair(f"ranks: {local} and the engines need {needed} GPUs, and it has {gpus}; {instead}")
+
+
+def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str, bool]:
+    engine: Any = config.engine
+    if pairs.has_engines_apart(config):
+        idle = bool(engine.sleep) and not engine.devices
+        return {f"engine.sleep: {engine.sleep}: engines are on other GPUs than the ranks; leave it out": idle}
+    if not pairs.has_engines_beside(config):
+        return {}
+    several, open_to_all = placement is not None and placement.has_several_hosts, not engine.require_api_key
+    return {
+        "engine.urls and sync: shared; leave urls out, or choose sync: broadcast": bool(engine.urls),
+        "engine.replicas or engine.devices and sync: shared, which has an engine for each rank on its GPU; leave both "
+        "out, or choose sync: broadcast": engine.replicas > 1 or bool(engine.devices),
+        "engine.require_api_key: false on several hosts, where anyone could overwrite weights; leave it out": (
+            several and open_to_all and not engine.api_key_variable
+        ),
+    }
+
+
+def _refused_slices(config: RunConfig, world: int, placement: Placement | None) -> dict[str, bool]:
+    """What cannot be where each rank writes the slices of one engine's worker."""
+    workers, local = pairs.ranks_of_engine(config), world if placement is None else placement.local_world_size
+    shards, replicas = pairs.shards_of(config, world), config.distributed.replicas
+    size = "engine.tensor_parallel_size"
+    return {
+        f"distributed.shard: weights and {size}: {workers}: each rank writes the slices of one worker; set {size} to "
+        f"1 or {_divisors(world)}, or choose shard: states": world % workers > 0,
+        f"distributed.shard: weights, an adapter and {size}: {workers}: each rank writes all of it into an engine; set "
+        f"{size} to 1, or choose sync: broadcast or hotswap": workers > 1 and config.trainable.payload == "adapter",
+        f"distributed.replicas: {replicas} and {size}: {workers}: each replica is cut among {shards} ranks; set {size} "
+        f"to {_divisors(shards)}, or distributed.replicas to fewer": shards % workers > 0,
+        f"{size}: {workers} on a host that has {local} of them: an engine is within one host; set {size} to "
+        f"{_divisors(local)}, or choose distributed.shard: states": local % workers > 0,
+    }
+
+
+def check_model_heads(config: RunConfig, model_config: Any) -> None:
+    """Refuse ranks of a sequence, or an engine's tensor-parallel workers, that cannot share the model's heads.
+
+    A model whose configuration gives no one number of heads is not judged: its engine refuses it itself.
+
+    Args:
+        config: the recipe.
+        model_config: transformers' configuration of its model.
+
+    Raises:
+        ConfigError: names the option and the numbers that would do.
+    """
+    if config.distributed.context_parallel > 1 and packing.chosen(model_config, config.packing).packing == "plain":
+        raise ConfigError(f"{CONTEXT_PARALLEL}: {model_config.model_type} is not packed as a tree; set it to 1")
+    text = model_config.get_text_config()
+    query_heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(query_heads, int):
+        return
+    key_heads = getattr(text, "num_key_value_heads", None) or query_heads
+    check_heads(query_heads, key_heads, config.distributed.context_parallel, option=CONTEXT_PARALLEL)
+    workers = getattr(config.engine, "tensor_parallel_size", 1)
+    check_heads(query_heads, key_heads, workers, option="engine.tensor_parallel_size")
+
+
+def check_routers(config: RunConfig, model_config: Any) -> None:
+    """Refuse ``router_replay`` of a model whose experts cannot be chosen, or in a way that loses the choice.
+
+    And ``router_aux_loss_coef`` of one without that loss.
+
+    Raises:
+        ConfigError: says why, and what would do.
+    """
+    if config.router_aux_loss_coef:
+        if config.distributed.context_parallel > 1:
+            raise ConfigError("router_aux_loss_coef is of whole sequences; set distributed.context_parallel: 1")
+        packing.check_balance(model_config)
+    if not config.router_replay:
+        return
+    packing.check_replay(model_config)
+    if packing.chosen(model_config, config.packing).packing == "plain":
+        if config.checkpointing != "none":
+            raise ConfigError("router_replay: checkpointing needs packing: tree; set checkpointing: none")
+        if ReportsChecksums not in config.engine.capabilities:
+            raise ConfigError("router_replay: the embedded engine needs packing: tree; choose engine: vllm")
+
+
+def _divisors(number: int) -> str:
+    """Numbers above 1 that divide one, in words."""
+    return " or ".join(str(each) for each in range(2, number + 1) if number % each == 0) or "a number that divides it"

@@ -17,13 +17,12 @@ from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.placement import Placement
 from tandem.engines.base import Engine, EngineRequirements, EngineSpec, RankEngine
 from tandem.model.policy import Policy
-from tandem.trainer.live import live_policy
 from tandem.trainer.pairs import engines_of, has_engines_beside, has_slices, ranks_of_engine
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.slices import RankSlices, SharedSlices, TrainedSlices
 from tandem.trainer.ranks.work import LeadWork
 from tandem.trainer.step import LocalWork
-from tandem.trainer.world import Hold, World, Write
+from tandem.trainer.world import Hold, World, Write, live_policy
 from tandem.weight_sync.base import WeightSync
 from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.checksums import Checksums, compare_checksums

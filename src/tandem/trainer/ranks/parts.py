@@ -7,7 +7,7 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,17 @@ from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig
 from tandem.config.sections import Distributed
 from tandem.distributed.group import DataGroup, ShardMesh
+from tandem.distributed.sharded_weights import ShardedWeights
 from tandem.distributed.sharding import ShardedStepper
+from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
 from tandem.model.policy import Policy
 from tandem.observability import waits
 from tandem.optimizers.base import UpdatesParts
 from tandem.trainable.base import Trainable
-from tandem.trainer.live import rank_device
 from tandem.trainer.pairs import ranks_of_engine
+from tandem.trainer.world import rank_device
 from tandem.transport.daemon import on_daemon
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address
-
-if TYPE_CHECKING:
-    from tandem.distributed.sharded_weights import ShardedWeights
-    from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
 
 FAULT_POLL_SECONDS = 1.0
 """Between two looks at what NCCL's watchdog noted."""
@@ -62,12 +60,7 @@ class RankParts:
 
     @classmethod
     def connect(
-        cls,
-        rendezvous: Rendezvous,
-        rank: int,
-        device: torch.device,
-        distributed: Distributed,
-        workers: int = 1,
+        cls, rendezvous: Rendezvous, rank: int, device: torch.device, distributed: Distributed, workers: int = 1
     ) -> RankParts:
         """Make every group of the ranks; all ranks call this together.
 
@@ -98,8 +91,6 @@ class RankParts:
                 of others is on the meta device.
             trainable: the recipe's.
         """
-        from tandem.distributed.sharded_weights import ShardedWeights
-
         assert self.mesh is not None
         whole = policy.model if self.group.rank == 0 else None
         if whole is not None:
@@ -125,8 +116,6 @@ class RankParts:
         updated: Callable[[], None] = lambda: None  # noqa: E731
         stand_in = updated
         if config.distributed.shard == "weights":
-            from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
-
             if not isinstance(policy, ShardedPolicy):
                 policy, updated = self._copied(policy, config.trainable)
             if reference is not None:
@@ -149,8 +138,6 @@ class RankParts:
         The lead's whole weights are for an engine in its process and for checkpoints, so a copy of them is cut. An
         adapter is one for both.
         """
-        from tandem.distributed.sharded_weights import ShardedWeights
-
         assert self.mesh is not None
         whole: dict[str, Any] = {}
         model = policy.model
@@ -193,18 +180,16 @@ class RankParts:
         threading.Thread(target=self.abort, name="abort of collectives").start()
 
     async def fault(self) -> str:
-        """What NCCL's watchdog notes of a group's collectives, once it notes something; gloo raises by itself."""
+        """What NCCL's watchdog notes of a group's collectives, once it notes something; gloo has none, and raises."""
         while True:
-            if self.rendezvous.backend == "nccl":
-                for backend in self._backends:
-                    if (error := backend.get_error()) != ErrorType.SUCCESS:
-                        return _FAULTS.get(error, str(error)).format(seconds=self.rendezvous.seconds)
+            for backend in self._backends:
+                if (error := backend.get_error()) != ErrorType.SUCCESS:
+                    return _FAULTS.get(error, str(error)).format(seconds=self.rendezvous.seconds)
             await asyncio.sleep(FAULT_POLL_SECONDS)
 
 
 def _cut_policy(policy: Policy, weights: ShardedWeights, trainable: Trainable) -> ShardedPolicy:
     """A policy with cut weights, from which what is folded into them has been taken."""
-    from tandem.distributed.weight_shards import ShardedPolicy
 
     def part(name: str) -> tuple[slice, slice]:
         of = weights.part(name)

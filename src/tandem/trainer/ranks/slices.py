@@ -13,19 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from tandem.distributed.crew import Ranks
 from tandem.distributed.follower import Handler
+from tandem.distributed.slice_writer import SliceWriter
 from tandem.distributed.slices import EngineSlice, Slice
+from tandem.distributed.weight_shards import ShardedPolicy
 from tandem.engines.base import EngineSpec, ExportsSlices
 from tandem.errors import TransportError, UnsupportedPair
 from tandem.trainable.full import write_index, write_part
 from tandem.transport.bridge import attach_parts
 from tandem.transport.buckets import TensorEntry
+from tandem.transport.collective import Member
 from tandem.transport.daemon import on_daemon
 from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
@@ -33,11 +36,6 @@ from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.checksums import Checksums, differing
-
-if TYPE_CHECKING:
-    from tandem.distributed.slice_writer import SliceWriter
-    from tandem.distributed.weight_shards import ShardedPolicy
-    from tandem.transport.collective import Member
 
 
 class RankSlices:

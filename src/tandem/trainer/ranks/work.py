@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from tandem.algorithms.losses.base import MicroBatch
 from tandem.distributed.context_parallel import ContextPart, WholeRow
 from tandem.distributed.crew import Ranks
 from tandem.distributed.follower import Handler
+from tandem.distributed.sharding import ShardedStepper
+from tandem.distributed.weight_shards import WeightShardStepper
 from tandem.metrics import Histogram, Max, Mean, Share, Sum, Value
 from tandem.model.attention import Packed
 from tandem.model.penalties import Events, Penalties, TokenHistory
@@ -25,10 +27,6 @@ from tandem.pending import PendingMetrics
 from tandem.trainer.pack import Micro, StepBatch
 from tandem.trainer.step import BatchPass, LocalWork, OldLogprobs, Verb
 from tandem.transport.sharing import finish
-
-if TYPE_CHECKING:  # FSDP is loaded where weights are cut, and only there
-    from tandem.distributed.sharding import ShardedStepper
-    from tandem.distributed.weight_shards import WeightShardStepper
 
 T = TypeVar("T")
 
@@ -115,11 +113,8 @@ class LeadWork(RankWork):
         others = [(of_plain(metrics), logprobs) for metrics, logprobs in replies]
         results = [list(zip(*of_rank, strict=True)) for of_rank in (here, *others)]
         in_order = _in_order(indices, results)
-        return BatchPass(
-            metrics=[metrics for metrics, _ in in_order],
-            logprobs=[logprobs for _, logprobs in in_order],
-            old_logprobs=[old for old in self._old if old is not None],
-        )
+        old_logprobs = [old for old in self._old if old is not None]
+        return [metrics for metrics, _ in in_order], [logprobs for _, logprobs in in_order], old_logprobs
 
     async def divergences(self, batch: StepBatch) -> Sequence[Sequence[float]]:
         """As of one rank, each computing its own."""

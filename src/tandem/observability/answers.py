@@ -1,15 +1,16 @@
-"""Dropped groups: why each was not trained on, and what to change."""
+"""Answers for people: some of each step, and of dropped groups, with why each was not trained on and what to change."""
 
 from __future__ import annotations
 
 import logging
+import random
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tandem.observability.completions import shortened, shown
+from tandem.errors import Bounded, bounded
 from tandem.observability.emit import Telemetry
-from tandem.types import Group, Json
+from tandem.types import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +19,67 @@ WARN = 5
 LOOKED_AT = 64
 """Dropped groups by which it is judged what to change, the latest ones."""
 ZERO, FAILED, STALE = "every reward 0", "failed", "stale"
+MOST_TEXT = 4000
+"""Characters of a prompt or an answer that are shown; of a longer one its beginning and its end."""
+
+
+def shown(rollout: Rollout) -> dict[str, Json]:
+    """An answer as the event ``completions`` and recorded groups have it."""
+    return {
+        "env": rollout.task.env,
+        "task": rollout.task.id,
+        "prompt": shortened(rollout.task.prompt[-1].content if rollout.task.prompt else ""),
+        "answer": shortened(rollout.task.answer),
+        "text": shortened(rollout.text),
+        "reward": rollout.reward,
+        "rewards": rollout.rewards,
+        "tokens": rollout.num_tokens,
+        "truncated": rollout.truncated,
+        "error": shortened(rollout.error),
+    }
+
+
+def shortened(text: str, most: int = MOST_TEXT) -> str:
+    """A text of at most about ``most`` characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-(most - most // 2) :]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrintCompletions(Bounded):
+    """Showing what the policy writes: sampled answers with their rewards, in the console and in loggers."""
+
+    every: int = bounded(10)
+    """Steps between two times at which answers are shown, the first step among them; 0 never shows any."""
+    count: int | None = bounded(1, least=1)
+    """Answers shown at a time, drawn from the step's; null: all of them."""
+
+    def due(self, step: int) -> bool:
+        """Whether answers of this step are shown."""
+        return self.every > 0 and (step == 1 or step % self.every == 0)
+
+    def inert(self) -> Mapping[str, str]:
+        """Of none that are shown there is no number."""
+        return {} if self.every else {"count": "every is 0, so no answers are shown"}
+
+
+class Completions:
+    """Sends loggers some of the answers that a step was trained on."""
+
+    def __init__(self, options: PrintCompletions, telemetry: Telemetry) -> None:
+        """As ``options`` say, as the event ``completions``."""
+        self._options, self._telemetry = options, telemetry
+
+    def __call__(self, step: int, groups: Sequence[Group], advantages: Mapping[str, float]) -> None:
+        """A step was trained, with these advantages by rollout id; the same step always shows the same answers."""
+        if not self._options.due(step):
+            return
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        count = len(rollouts) if self._options.count is None else min(self._options.count, len(rollouts))
+        picked = random.Random(step).sample(rollouts, count) if count < len(rollouts) else rollouts
+        samples = [shown(rollout) | {"advantage": advantages.get(rollout.id)} for rollout in picked]
+        self._telemetry.event("completions", step=step, samples=samples)
 
 
 @dataclass(slots=True)
