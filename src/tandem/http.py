@@ -42,10 +42,6 @@ class ResponseLost(HttpError):
     """The connection broke after the request was sent: whether it was carried out is not known."""
 
 
-class _Broken(aiohttp.ClientError):
-    """As aiohttp says it, but nothing that aiohttp mends."""
-
-
 class HttpStatusError(HttpError):
     """The server answered with an error status."""
 
@@ -215,7 +211,7 @@ async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType)
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
         raise
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
-        raise _Broken(_reason(error)) from error
+        raise aiohttp.ClientError(_reason(error)) from error
 
 
 def _reason(error: BaseException) -> str:
