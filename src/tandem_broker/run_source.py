@@ -91,7 +91,7 @@ def broker_source(
         decode=template.decode,
     )
     return BrokerSource(
-        broker=TrainerClient(Connection(options.url, key_in(options.key_variable, "broker"))),
+        broker=TrainerClient(Connection(options.url, key_in(options.key_variable, "broker.key_variable"))),
         run=_parameters(config, folder, context),
         version=trained.current,
         on_drop=dropped(config, trained, telemetry),

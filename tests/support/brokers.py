@@ -124,7 +124,12 @@ async def served(
     keys: Keys | None = None,
     **more: Any,
 ) -> AsyncIterator[Client]:
-    broker = BrokerServer(GroupQueue(options) if ledger is None else ledger.store, limits=limits, keys=keys, **more)
+    broker = BrokerServer(
+        GroupQueue(options) if ledger is None else ledger.store,
+        limits=limits or BodyLimits(),
+        keys=keys or Keys(),
+        **more,
+    )
     async with serving(broker, "127.0.0.1", 0) as url, aiohttp.ClientSession(auto_decompress=False) as session:
         yield Client(url, broker, session)
 

@@ -103,11 +103,11 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
         with waits.blocking("tandem work", "train tasks and their prompts", on, config.timeouts.wait_seconds):
             tasks[name] = environments.tasks_of(name, source, "train")
             longest_prompt(list(islice(tasks[name], FIRST_PROMPTS)), template, context)
-    broker_key = key_in(config.broker.key_variable, "broker")
+    broker_key = key_in(config.broker.key_variable, "broker.key_variable")
     remote = RemoteEngines(
         urls=config.engine.urls,
         model=config.engine.model or config.model,
-        key=key_in(config.engine.api_key_variable, "engine"),
+        key=key_in(config.engine.api_key_variable, "engine.api_key_variable"),
         request_seconds=config.engine.request_seconds,
         retry=RetryPolicy(max_seconds=5.0, give_up_seconds=config.give_up_seconds),
     )
@@ -115,7 +115,10 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
     async with AsyncExitStack() as stack:
         opened = []
         for name, source in config.sources.items():
-            graders = await stack.enter_async_context(_graders(config, name, source))
+            specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
+            workers = config.grading.processes(config.n * config.group_size)
+            graders = Graders(specs, workers=workers, timeout=config.grading.timeout_seconds)
+            await require_full_marks(name, source.env, await stack.enter_async_context(graders))
             client = await stack.enter_async_context(_client(config, name, source, context, broker_key))
             opened.append((name, source.env, graders, client))
         engine = await stack.enter_async_context(remote.open(context=context, ends=ends))
@@ -155,21 +158,6 @@ def _warn_of_other_engines(engine: RemoteEngine, sampling: Sampling) -> None:
             "these engines are not Tandem's: have vLLM give --logprobs-mode processed_logprobs, or sample with "
             "temperature 1 and nothing cut off"
         )
-
-
-@asynccontextmanager
-async def _graders(config: Work, name: str, source: EnvSource) -> AsyncIterator[Graders]:
-    """Graders that gave full marks to the first gold replies.
-
-    Raises:
-        RewardError: they did not.
-    """
-    specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
-    async with Graders(
-        specs, workers=config.grading.processes(config.n * config.group_size), timeout=config.grading.timeout_seconds
-    ) as graders:
-        await require_full_marks(name, source.env, graders)
-        yield graders
 
 
 def _postprocess_rewards(config: Work) -> PostprocessRewards:
