@@ -154,8 +154,6 @@ def _model(name: str, dtype: str) -> Any:
         name, dtype=wanted, output_loading_info=True, trust_remote_code=False
     )
     if missing := sorted(info["missing_keys"]):
-        raise RewardError(
-            f"reward model {name} lacks {', '.join(missing[:3])}: it has no head for sequence classification; name a "
-            "model that was trained as a reward model"
-        )
+        lacks = f"lacks {', '.join(missing[:3])}: it has no head for sequence classification"
+        raise RewardError(f"reward model {name} {lacks}; name a model that was trained as a reward model")
     return model
