@@ -206,11 +206,8 @@ class BrokerSource:
         """Acknowledge the batches of which the checkpoint knows what became."""
         for batch in data_state.batches:
             if batch in self._leased and (reason := await self.broker.acknowledge(batch)):
-                log.warning(
-                    "the broker does not count batch %s as trained by this run: %s. Give each trainer a broker of its "
-                    "own, raise broker.lease_seconds (%g), or, if the broker was started anew, give it --data",
-                    batch, reason, self.lease_seconds,
-                )  # fmt: skip
+                remedy = "give each trainer a broker of its own, raise broker.lease_seconds, or give the broker --data"
+                log.warning("the broker does not count batch %s as trained by this run: %s; %s", batch, reason, remedy)
         self._leased = {batch: names for batch, names in self._leased.items() if batch not in data_state.batches}
 
     def metrics(self) -> Mapping[str, Value]:
@@ -251,10 +248,8 @@ class BrokerSource:
                     await asyncio.wait((polling,), timeout=self.poll_seconds)
                     if (seconds := time.monotonic() - began) > self._quiet_seconds:
                         self._quiet_seconds = 2 * seconds
-                        log.warning(
-                            "no batch of %d sequences came from the broker for %.0f s: its /status?detail=1 says why",
-                            self.run.batch_size, seconds,
-                        )  # fmt: skip
+                        what = f"no batch of {self.run.batch_size} sequences came from the broker"
+                        log.warning("%s for %.0f s: its /status?detail=1 says why", what, seconds)
                 return await polling
             finally:
                 polling.cancel()
@@ -300,10 +295,9 @@ class BrokerSource:
                 refused.append(str(error) if isinstance(error, BrokerError) else message_of(error))
                 continue
             if version is not None and version > now:
+                why = "it is of another run, or of steps lost in a kill; GET /reset_data drops what is queued"
                 self._warn_once(
-                    "ahead",
-                    f"group {group.id} was sampled at step {version} and this run is at {now}: the broker has it from "
-                    "another run, or from steps lost in a kill; before a new run, GET /reset_data drops what is queued",
+                    "ahead", f"group {group.id} was sampled at step {version} and this run is at {now}: {why}"
                 )
             arrived.append(group)
         self._received += len(arrived)
@@ -338,9 +332,8 @@ class BrokerSource:
         for error in malformed[:MOST_NAMED]:
             log.warning("a group of the broker cannot be trained on and is set aside: %s", error)
         for name in sorted(notes.unread):
-            self._warn_once(
-                name, f"environments send {name}, which is not read (broker.env_advantages: true reads advantages)"
-            )
+            but = " (broker.env_advantages: true reads them)" * (name == "advantages")
+            self._warn_once(name, f"environments send {name}, which is not read{but}")
         for env, rollout in ((group.env, r) for group in arrived for r in group.rollouts if r.error):
             self._warn_once(f"failed in {env}", f"sequence {rollout.id} of {env} is not trained on: {rollout.error}")
 

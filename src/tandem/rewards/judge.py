@@ -300,9 +300,7 @@ class Judge(GroupReward):
         except (IndexError, ValueError):
             return Failure("bad_value", f"found no score in the judge's answer ...{answer.text[-60:]!r}")
         if not self.lowest <= score <= self.highest:
-            return Failure(
-                "bad_value", f"was given {score:g}, expected a score from {self.lowest:g} to {self.highest:g}"
-            )
+            return Failure("bad_value", f"was given {score:g}, expected {self.lowest:g} to {self.highest:g}")
         return (score - self.lowest) / (self.highest - self.lowest)
 
 
