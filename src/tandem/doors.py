@@ -65,7 +65,6 @@ def _is_ours(host: str, names: tuple[str, ...]) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return (
-            "." not in name or name.endswith(_LOCAL) or name in {*map(str.lower, names), socket.gethostname().lower()}
-        )
+        known = {*map(str.lower, names), socket.gethostname().lower()}
+        return "." not in name or name.endswith(_LOCAL) or name in known
     return True

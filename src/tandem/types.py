@@ -300,9 +300,7 @@ class Group:
     @property
     def scored(self) -> tuple[Rollout, ...]:
         """The rollouts that count: those with a reward and at least one sampled token."""
-        return tuple(
-            r for r in self.rollouts if r.reward is not None and any(turn.completion.tokens for turn in r.turns)
-        )
+        return tuple(r for r in self.rollouts if r.reward is not None and r.num_tokens)
 
     @property
     def version_min(self) -> int:

@@ -47,7 +47,7 @@ class RemoteServer(UrlServer):
     failed_attempts = 0
     away_until = 0.0
 
-    def __init__(self, url: str, key: str, *, request_seconds: float):
+    def __init__(self, url: str, key: str, request_seconds: float):
         super().__init__(url, key, control_seconds=IDENTIFY_SECONDS, request_seconds=request_seconds)
         self.outage = OutageLog(self.name)
 
@@ -142,9 +142,7 @@ class RemoteEngines:
             EngineError: one stays away, or cannot be sampled from.
             ConfigError: one serves another model.
         """
-        servers = [
-            RemoteServer(native(url), self.key.strip(), request_seconds=self.request_seconds) for url in self.urls
-        ]
+        servers = [RemoteServer(native(url), self.key.strip(), self.request_seconds) for url in self.urls]
         try:
             await asyncio.gather(*map(self._identify, servers))
             limits = [server.context for server in servers if server.context is not None]

@@ -162,9 +162,8 @@ class Messages(ChatApi):
 
     def body(self, model: str, reply: Reply, now: int, fields: Fields, chat: Fields) -> Fields:
         content: list[Fields] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
-        content += (
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": call.value()} for call in reply.calls
-        )
+        for call in reply.calls:
+            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.value()})
         reason = "tool_use" if reply.calls else "end_turn"
         usage = {"input_tokens": len(reply.turn.prompt), "output_tokens": len(reply.turn.completion.tokens)}
         reason = "max_tokens" if reply.turn.completion.finish == "length" else reason

@@ -126,12 +126,11 @@ class Played:
         return [self._outcome(state, turns) for state, turns in siblings]
 
     def _outcome(self, state: Any, turns: list[tuple[float | None, float | None]]) -> dict[str, Any]:
-        numbers = {
-            name: value for name, value in state.items() if isinstance(value, int | float) and name not in STANDARD
-        }
+        own = {name: value for name, value in state.items() if name not in STANDARD}
+        numbers = {f"state/{name}": float(value) for name, value in own.items() if isinstance(value, int | float)}
         scores = {f"rubric/{name}": value for name, value in (state["metrics"] or {}).items()}
         return {
-            "metrics": {**{f"state/{name}": float(value) for name, value in numbers.items()}, **scores},
+            "metrics": {**numbers, **scores},
             "reward": state["reward"],
             "turn_rewards": [reward for reward, _ in turns],
         }

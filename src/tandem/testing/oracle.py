@@ -484,9 +484,7 @@ class PlainModel:
         seen = ("visual.", "vision_tower.", "multi_modal_projector.")  # a policy of text does not train what sees
         named = [name for name in self._parameters if not any(part in name for part in seen)]
         whole = [name for name in named if wanted is None or _layer(name) in wanted]
-        self.names = (
-            frozenset(n for pair in self._factors.values() for n in pair) if self._factors else frozenset(whole)
-        )
+        self.names = frozenset(n for pair in self._factors.values() for n in pair) or frozenset(whole)
         """Of what is trained, by the recipe."""
         self._leaves: dict[str, Tensor] = {}
 

@@ -130,9 +130,7 @@ class BrokerServer:
             if role is not None:
                 self._owner(request, role)
             if not self.keys.trainer:
-                why = doors.from_a_page(
-                    request.method, request.headers, acts=acts, names=(self.host,) if self.host else ()
-                )
+                why = doors.from_a_page(request.method, request.headers, acts=acts, names=(self.host,))
                 if why:
                     raise RequestRejected(403, why)
             response = await handler(request)

@@ -125,9 +125,8 @@ class GRPOTrainer:
         summary = self.run.summary
         losses = [loss for loss in self.run.metrics.column("loss") if math.isfinite(loss)]
         loss = statistics.fmean(losses) if losses else math.nan
-        return TrainOutput(
-            summary["steps"], loss, {"train_runtime": summary["seconds"], "train_loss": loss, "epoch": self.state.epoch}
-        )
+        metrics = {"train_runtime": summary["seconds"], "train_loss": loss, "epoch": self.state.epoch}
+        return TrainOutput(summary["steps"], loss, metrics)
 
     @property
     def model(self) -> Any:
