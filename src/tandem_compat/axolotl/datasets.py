@@ -165,13 +165,9 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
 
 def _rows(entry: Mapping[str, Any]) -> list[DataRow]:
     """All rows of one data set."""
-    rows: list[DataRow] = []
-    for path in _files(entry):
-        source = DataSource(
-            path=path, subset=entry.get("name"), train_split=entry.get("split") or "train", test_share=0.0
-        )
-        rows += source.rows("train", lambda row: row.where)
-    return rows
+    subset, split = entry.get("name"), entry.get("split") or "train"
+    sources = [DataSource(path=path, subset=subset, train_split=split, test_share=0.0) for path in _files(entry)]
+    return [row for source in sources for row in source.rows("train", lambda row: row.where)]
 
 
 def _even(rows: Sequence[DataRow]) -> list[DataRow]:
