@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Collection, Iterable, Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 PAGE_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
@@ -65,10 +65,6 @@ def _is_ours(host: str, names: tuple[str, ...]) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return "." not in name or name.endswith(_LOCAL) or name in {*map(str.lower, names), _own_name()}
+        known = {*map(str.lower, names), socket.gethostname().lower()}
+        return "." not in name or name.endswith(_LOCAL) or name in known
     return True
-
-
-@cache
-def _own_name() -> str:
-    return socket.gethostname().lower()

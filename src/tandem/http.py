@@ -42,10 +42,6 @@ class ResponseLost(HttpError):
     """The connection broke after the request was sent: whether it was carried out is not known."""
 
 
-class _Broken(aiohttp.ClientError):
-    """As aiohttp says it, but nothing that aiohttp mends."""
-
-
 class HttpStatusError(HttpError):
     """The server answered with an error status."""
 
@@ -171,12 +167,8 @@ class HttpClient:
             raise ResponseLost(f"{self.name} broke off {path}: {reason}", reason) from error
         if response.status >= 400:
             reason = " ".join(content.decode(errors="replace")[:500].split()) or response.reason or "no reason given"
-            raise HttpStatusError(
-                f"{self.name} answers {path} with {response.status}: {reason}",
-                reason,
-                response.status,
-                _seconds(response.headers.get("Retry-After")),
-            )
+            refusal, later = f"{self.name} answers {path} with {response.status}", response.headers.get("Retry-After")
+            raise HttpStatusError(f"{refusal}: {reason}", reason, response.status, _seconds(later))
         return HttpResponse(body=content, headers=response.headers)
 
     def _opened(self) -> aiohttp.ClientSession:
@@ -215,7 +207,7 @@ async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType)
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
         raise
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
-        raise _Broken(_reason(error)) from error
+        raise aiohttp.ClientError(_reason(error)) from error
 
 
 def _reason(error: BaseException) -> str:

@@ -7,10 +7,9 @@ import ctypes
 import gc
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from tandem.lazy import torch
@@ -72,12 +71,6 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's; None where another library allocates."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
-
-
 def keep_few_kernels() -> None:
     """Bound what torch's libraries keep on a processor of every product they computed, before the first of them.
 
@@ -95,8 +88,8 @@ def trim() -> None:
     glibc keeps it: tensors of ever other sizes leave holes in which the next ones do not fit, so that a process holds
     the most that it ever needed and, from step to step, somewhat more.
     """
-    if (give_back := _malloc_trim()) is not None:
-        give_back(0)
+    with contextlib.suppress(AttributeError):  # another library than glibc allocates
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def peaks(device: str) -> dict[str, int]:

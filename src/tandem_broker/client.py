@@ -27,9 +27,6 @@ from tandem_broker.protocol.submission import read_scored
 log = logging.getLogger(f"tandem.{__name__}")
 
 T = TypeVar("T")
-Kind = Literal["broker", "engine"]
-KEY_OPTION: dict[Kind, str] = {"broker": "broker.key_variable", "engine": "engine.api_key_variable"}
-"""Options that name the variable with a server's key."""
 Speaks = Literal["tandem", "atropos"]
 
 BATCH_BYTES = 4 << 30
@@ -419,13 +416,13 @@ def parse(answer: HttpResponse, kind: type[T]) -> T:
         raise BrokerError(f"the broker answers with something else than was asked for: {error}") from error
 
 
-def key_in(variable: str, kind: Kind) -> str:
-    """The key in an environment variable; empty where none is named.
+def key_in(variable: str, option: str) -> str:
+    """The key in an environment variable, which an option names; empty where none is named.
 
     Raises:
         ConfigError: it is not set.
     """
     key = os.environ.get(variable, "") if variable else ""
     if variable and not key:
-        raise ConfigError(f"{KEY_OPTION[kind]}: {variable} is not set in the environment; export the {kind}'s key")
+        raise ConfigError(f"{option}: {variable} is not set in the environment; export the key in it")
     return key

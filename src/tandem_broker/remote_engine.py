@@ -47,7 +47,7 @@ class RemoteServer(UrlServer):
     failed_attempts = 0
     away_until = 0.0
 
-    def __init__(self, url: str, key: str, *, request_seconds: float):
+    def __init__(self, url: str, key: str, request_seconds: float):
         super().__init__(url, key, control_seconds=IDENTIFY_SECONDS, request_seconds=request_seconds)
         self.outage = OutageLog(self.name)
 
@@ -67,19 +67,15 @@ class RemoteServer(UrlServer):
             self.kind, self.context = "tandem", info.context
             served.append(info.model)
             if info.logprobs != "processed_logprobs":
-                raise EngineError(
-                    f"{self.name} gives {info.logprobs}, which leave the temperature out; start it with "
-                    "--logprobs-mode processed_logprobs"
-                )
+                remedy = "which leave the temperature out; start it with --logprobs-mode processed_logprobs"
+                raise EngineError(f"{self.name} gives {info.logprobs}, {remedy}")
         elif (await self.ask("POST", "/generate", PROBE))[0] < 400:
             self.kind = "atropos"
         elif not served:
             raise EngineError(f"{self.name} has neither /generate nor {MODELS}; look at the url")
         if served and model not in served:
-            raise ConfigError(
-                f"{self.name} serves {', '.join(served)}, not {model}; if it is the same model under another name, say "
-                f"engine.model={served[0]}; otherwise change model or the engine's url"
-            )
+            remedy = f"say engine.model={served[0]} if that is the same model, else change model or the engine's url"
+            raise ConfigError(f"{self.name} serves {', '.join(served)}, not {model}; {remedy}")
 
     async def _fetch(self, path: str, kind: type[T]) -> T | None:
         """What it answers; None where it has no such route, or another by that name."""
@@ -146,9 +142,7 @@ class RemoteEngines:
             EngineError: one stays away, or cannot be sampled from.
             ConfigError: one serves another model.
         """
-        servers = [
-            RemoteServer(native(url), self.key.strip(), request_seconds=self.request_seconds) for url in self.urls
-        ]
+        servers = [RemoteServer(native(url), self.key.strip(), self.request_seconds) for url in self.urls]
         try:
             await asyncio.gather(*map(self._identify, servers))
             limits = [server.context for server in servers if server.context is not None]

@@ -149,7 +149,7 @@ def test_the_oracle_agrees_too(entry: dict[str, Any]) -> None:
             sampler_logprobs=tuple(sampler), advantages=(advantage,) * len(sampler),
         )  # fmt: skip
         leaf = now.double().requires_grad_()
-        cost = oracle.cost(known, one, oracle.Scored(now=leaf, first=old.double(), reference=reference.double()))
+        cost = oracle.cost(known, one, leaf, old.double(), reference.double())
         (cost * weight).sum().backward()
         assert leaf.grad is not None
         np.testing.assert_allclose(leaf.grad.numpy(), slope, rtol=1e-5, atol=1e-7)

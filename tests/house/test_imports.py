@@ -19,7 +19,7 @@ HEAVY = {
 TORCH_FREE = [
     "types", "metrics", "errors", "config", "envs", "algorithms.curricula", "rewards", "algorithms.advantages",
     "observability", "rollout", "agents", "cli.app",
-    "tandem_broker.server", "tandem_broker.source", "tandem_broker.producer", "tandem_broker.remote_engine",
+    "tandem_broker.server", "tandem_broker.producer", "tandem_broker.remote_engine",
 ]  # fmt: skip
 
 

@@ -18,8 +18,6 @@ from tandem_broker.protocol.messages import EnvRegistration, RunParameters
 from tandem_broker.queue.records import StoreOptions
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.app import BrokerServer
-from tandem_broker.server.bodies import BodyLimits
-from tandem_broker.server.keys import Keys
 from tandem_broker.server.serving import serving
 
 T = TypeVar("T")
@@ -120,11 +118,9 @@ async def served(
     *,
     options: StoreOptions | None = None,
     ledger: Ledger | None = None,
-    limits: BodyLimits | None = None,
-    keys: Keys | None = None,
     **more: Any,
 ) -> AsyncIterator[Client]:
-    broker = BrokerServer(GroupQueue(options) if ledger is None else ledger.store, limits=limits, keys=keys, **more)
+    broker = BrokerServer(GroupQueue(options) if ledger is None else ledger.store, **more)
     async with serving(broker, "127.0.0.1", 0) as url, aiohttp.ClientSession(auto_decompress=False) as session:
         yield Client(url, broker, session)
 

@@ -89,8 +89,8 @@ def test_engines(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_environments(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     played: list[Work] = []
-    monkeypatch.setattr("tandem_broker.commands.env.play", lambda config: played.append(config) or "ended")
-    monkeypatch.setattr("tandem_broker.commands.env.served_model", lambda url, key: "the engine's")
+    monkeypatch.setattr("tandem_broker.commands.work.play", lambda config: played.append(config) or "ended")
+    monkeypatch.setattr("tandem_broker.commands.work.served_model", lambda url, key: "the engine's")
     assert exit_code(ENVIRONMENTS[name], monkeypatch=monkeypatch) == 0, capsys.readouterr().err
     (config,) = played
     assert config.engine.urls == ("http://localhost:9001/v1",)

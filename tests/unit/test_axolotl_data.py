@@ -221,7 +221,7 @@ BROKEN = {
     ),
     "makes no row": ("def ask(cfg):\n    return lambda row: 3\n", "r.jsonl:1: .* made a int of it"),
     "makes no prompt": ("def ask(cfg):\n    return lambda row: row\n", "r.jsonl:1: no column 'prompt'"),
-    "is missing": ("", "has no 'ask'"),
+    "is missing": ("", "has no attribute 'ask'"),
 }
 
 
@@ -241,7 +241,7 @@ def test_a_rollout_function_is_called_by_name(takes: str, write: Write) -> None:
 
 def test_a_rollout_function_that_is_not_there_is_seen_before_it_is_called(write: Write) -> None:
     cfg = {"base_model": "m", "datasets": [{"path": rows("r.jsonl", 1)}]}
-    with pytest.raises(EnvError, match="has no 'play'"):
+    with pytest.raises(EnvError, match="has no attribute 'play'"):
         RolloutFunction(cfg=cfg, rollout_func=f"{write('')}.play").tasks("train")
 
 

@@ -171,8 +171,8 @@ def test_scores_are_found() -> None:
 def test_an_answer_without_a_score_costs_its_rollout() -> None:
     texts = {
         "I cannot say. 7 of them are fine.": "found no score in the judge's answer ...'I cannot say. 7 of them",
-        "Score: 12": "was given 12, expected a score from 0 to 10",
-        "Score: -1": "was given -1, expected a score from 0 to 10",
+        "Score: 12": "was given 12, expected 0 to 10",
+        "Score: -1": "was given -1, expected 0 to 10",
     }
     replies = {f"reply {i}": text for i, text in enumerate(texts)}
     server = FakeServer()

@@ -109,7 +109,7 @@ def by_formula(exact: Any, groups: Sequence[Group], *, sampling: Sampling, loss:
     with torch.no_grad():
         for one in sequences:
             now = oracle.logprobs(plain, one, known)
-            cost = oracle.cost(known, one, oracle.Scored(now=now, first=now, reference=None))
+            cost = oracle.cost(known, one, now, now, None)
             cost = cost * oracle.share(known, sequences, one)
             value, size = value + float(cost.sum()), size + float(cost.abs().sum())
     (gradient,) = oracle.gradients(plain, lambda update: weights, [(1, groups)], known)

@@ -23,8 +23,7 @@ from tandem.types import Group, Message, Sampling, Task
 from tandem_broker.client import Connection, EnvClient
 from tandem_broker.commands import recipe as recipes
 from tandem_broker.commands import work
-from tandem_broker.commands.env import env
-from tandem_broker.commands.work import mask_truncated
+from tandem_broker.commands.work import mask_truncated, play_by_flags
 from tandem_broker.producer import IN_A_ROW, PlayPace, Producer
 from tandem_broker.protocol.messages import EnvRegistration, EnvStatus, Info
 from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
@@ -121,9 +120,9 @@ def vars_of(cls: Any) -> dict[str, Any]:
 def test_mistakes_in_flags_are_told_before_an_engine_is_waited_for(
     name: str, flags: dict[str, list[str]], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem_broker.commands.env.served_model", lambda url, key: pytest.fail("waited"))
+    monkeypatch.setattr("tandem_broker.commands.work.served_model", lambda url, key: pytest.fail("waited"))
     with pytest.raises(ConfigError, match=message):
-        env(name, "serve", flags, [])
+        play_by_flags(name, "serve", flags, [])
 
 
 # How much is played

@@ -15,12 +15,9 @@ from typing import Any
 import msgspec
 
 from tandem.agents.replies import Reply
-from tandem.agents.schema import BadRequest
-from tandem.types import Json
+from tandem.agents.schema import BadRequest, text_of
 
 Fields = dict[str, Any]
-_TEXTS = ("text", "input_text", "output_text")
-"""Types of parts that are text."""
 
 
 class ChatApi(ABC):
@@ -133,7 +130,7 @@ def _messages(items: Iterable[Fields]) -> list[Fields]:
             role = (
                 {"role": item.get("role")} if kind == "message" else {"role": "tool", "tool_call_id": item["call_id"]}
             )
-            messages.append({**role, "content": _text(item.get("content", item.get("output")), "input")})
+            messages.append({**role, "content": text_of(item.get("content", item.get("output")), "input")})
         elif kind != "reasoning":  # which the policy never writes as an item of its own
             raise BadRequest(f"an item of type {kind} cannot be read", param="input")
     return messages
@@ -145,7 +142,7 @@ class Messages(ChatApi):
     def chat(self, fields: Fields) -> Fields:
         read = ("messages", "system", "stop_sequences", "tool_choice")
         rest = {name: value for name, value in fields.items() if name not in read}
-        system = _text(fields.get("system"), "system")
+        system = text_of(fields.get("system"), "system")
         messages = [{"role": "system", "content": system}] if system else []
         for message in fields.get("messages") or ():
             messages += _split(message)
@@ -165,9 +162,8 @@ class Messages(ChatApi):
 
     def body(self, model: str, reply: Reply, now: int, fields: Fields, chat: Fields) -> Fields:
         content: list[Fields] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
-        content += (
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": call.value()} for call in reply.calls
-        )
+        for call in reply.calls:
+            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.value()})
         reason = "tool_use" if reply.calls else "end_turn"
         usage = {"input_tokens": len(reply.turn.prompt), "output_tokens": len(reply.turn.completion.tokens)}
         reason = "max_tokens" if reply.turn.completion.finish == "length" else reason
@@ -201,7 +197,7 @@ def _split(message: Fields) -> Iterator[Fields]:
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     results = [block for block in blocks if block.get("type") == "tool_result"]
     for block in results:
-        text = _text(block.get("content"), "messages")
+        text = text_of(block.get("content"), "messages")
         yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
     calls = [
         {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
@@ -211,16 +207,7 @@ def _split(message: Fields) -> Iterator[Fields]:
     rest = [block for block in blocks if block.get("type") not in ("tool_use", "tool_result", "thinking")]
     if rest or calls or not results:
         calling: Fields = {"tool_calls": calls} if calls else {}
-        yield {"role": message.get("role"), "content": _text(rest, "messages"), **calling}
-
-
-def _text(content: Json, param: str) -> str:
-    """The text of a content, or of its parts; raises BadRequest where one is no text."""
-    if not isinstance(content, list):
-        return content or ""
-    if other := [part.get("type") for part in content if part.get("type") not in _TEXTS]:
-        raise BadRequest(f"a part has the type {other[0]}, and the policy reads text alone", param=param)
-    return "".join(str(part.get("text", "")) for part in content)
+        yield {"role": message.get("role"), "content": text_of(rest, "messages"), **calling}
 
 
 def _tool(function: Fields) -> Fields:

@@ -101,10 +101,7 @@ def _parts(choices: Iterable[dict[str, Json]], is_chat: bool) -> Iterator[dict[s
 def _message(answer: Reply) -> dict[str, Json]:
     if not answer.calls:
         return {"role": "assistant", "content": answer.text}
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in answer.calls
-    ]
+    calls = [call.written(call.arguments) for call in answer.calls]
     return {"role": "assistant", "content": answer.text or None, "tool_calls": calls}
 
 

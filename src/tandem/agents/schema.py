@@ -17,7 +17,7 @@ import msgspec
 
 from tandem.agents.tool_calls import ToolCall, ToolMessage, ToolOffer, ToolSyntax
 from tandem.rollout.turns import OF_THE_RUN, untrainable_option
-from tandem.types import Message, Sampling
+from tandem.types import Json, Message, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ _RENDERING = frozenset((
     "truncation",
 ))  # fmt: skip
 """What ``chat_template_kwargs`` cannot set: it says how a template is rendered, or replaces it."""
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of parts that are text."""
 
 
 class BadRequest(Exception):
@@ -105,11 +107,6 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
         return 1 if self.n is None else self.n
 
     @property
-    def limit(self) -> int | None:
-        """Most tokens of one answer, if the request says."""
-        return self.max_tokens
-
-    @property
     def counted(self) -> bool:
         """Whether a stream ends with counts of tokens."""
         return bool((self.stream_options or {}).get("include_usage"))
@@ -120,7 +117,7 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
         Raises:
             BadRequest: a number is out of range.
         """
-        changes: dict[str, Any] = {"max_tokens": self.limit, "temperature": self.temperature}
+        changes: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
         changes |= {name: getattr(self, name) for name in OF_THE_RUN}
         if self.top_k == -1:  # as vLLM says it
             changes["top_k"] = 0
@@ -181,15 +178,12 @@ class ChatRequest(CompletionRequest, kw_only=True):
         """
         if not self.messages:
             raise BadRequest("messages are empty", param="messages")
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
         if self.tool_choice not in (None, "auto", "none"):
             _tell("tool_choice is taken for auto in agents' requests; ask for the call in a message")
         for tool in self.tools or ():
             _refuse_odd(tool)
-
-    @property
-    def limit(self) -> int | None:
-        """By either name."""
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def offer(self, speech: ToolSyntax) -> ToolOffer:
         """The tools that are offered; the conversation's template knows ``speech``.
@@ -233,7 +227,7 @@ def _tell(text: str) -> None:
 def _spoken(message: _RequestMessage) -> Message:
     if message.function_call:
         raise BadRequest("function_call cannot be read; give tool_calls", param="messages")
-    text = _text(message)
+    text = text_of(message.content, "messages")
     if not (message.tool_calls or message.tool_call_id or message.name):
         return Message(role=message.role, content=text)
     answers, name = message.tool_call_id or "", message.name or ""
@@ -247,12 +241,13 @@ def _called(call: _RequestCall) -> ToolCall:
     return ToolCall(name=call.function.name, arguments=text, id=call.id or "")
 
 
-def _text(message: _RequestMessage) -> str:
-    if not isinstance(message.content, list):
-        return message.content or ""
-    if other := [part.get("type") for part in message.content if part.get("type") != "text"]:
-        raise BadRequest(f"a message has a part of type {other[0]}, and the policy reads text alone", param="messages")
-    return "".join(str(part.get("text", "")) for part in message.content)
+def text_of(content: Json, param: str) -> str:
+    """The text of a content, or of its parts; raises BadRequest where one is no text."""
+    if not isinstance(content, list):
+        return content or ""
+    if other := [part.get("type") for part in content if part.get("type") not in _TEXTS]:
+        raise BadRequest(f"a part has the type {other[0]}, and the policy reads text alone", param=param)
+    return "".join(str(part.get("text", "")) for part in content)
 
 
 class TextRequest(CompletionRequest, kw_only=True):
@@ -276,9 +271,7 @@ class TextRequest(CompletionRequest, kw_only=True):
             ids = prompt if isinstance(prompt, list) else (None,)
             fine = isinstance(prompt, str) or all(type(id) is int and 0 <= id < vocabulary for id in ids)
             if not fine or not prompt:
-                raise BadRequest(
-                    f"prompt must be text, token ids below {vocabulary}, or a list of such", param="prompt"
-                )
+                raise BadRequest(f"prompt must be text, ids below {vocabulary}, or a list of such", param="prompt")
         if len(prompts) * self.answers > MOST:
             raise BadRequest(f"prompts times n must be {MOST} at most", param="n")
         return list(prompts)

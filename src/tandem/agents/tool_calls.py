@@ -27,6 +27,10 @@ class ToolCall:
     id: str = ""
     """What the agent calls it; no part of what was said, so agents may change it."""
 
+    def written(self, arguments: Json) -> dict[str, Json]:
+        """The call as OpenAI writes it, with its arguments as text or as a value."""
+        return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": arguments}}
+
     def value(self) -> Json:
         """The arguments as chat templates take them."""
         try:
@@ -209,10 +213,7 @@ def as_template(message: Message) -> dict[str, Any]:
     if not isinstance(message, ToolMessage):
         return plain
     if message.calls:
-        plain["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.value()}}
-            for call in message.calls
-        ]
+        plain["tool_calls"] = [call.written(call.value()) for call in message.calls]
     if message.answers:
         plain["tool_call_id"] = message.answers
     if message.name:

@@ -67,10 +67,8 @@ def _held_out(run: RunFolder) -> list[str]:
     rows = [row for row in run.evaluations if row.get("env") == run.evaluations[0].get("env")]
     if not rows:
         return []
-    lines = [
-        f"| {row['step']} | {percent_with_interval(row)} | {row['tasks']} × {row['samples']} |"
-        for row in (rows if len(rows) <= _PLACES else [rows[0], rows[-1]])
-    ]
+    shown = rows if len(rows) <= _PLACES else [rows[0], rows[-1]]
+    lines = [f"| {row['step']} | {percent_with_interval(row)} | {row['tasks']} × {row['samples']} |" for row in shown]
     gain = f"\n\nLast to first, task by task: {paired(rows[0], rows[-1])}." if len(rows) > 1 else ""
     table = "\n".join(["| step | right | tasks × answers |", "|---|---|---|", *lines])
     return ["## Held out", f"Tasks that were not trained on; 95 % intervals in brackets.\n\n{table}{gain}"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from typing import ClassVar
 
 from tandem.envs._package import Package
 from tandem.envs.base import Chat, Environment, Split
@@ -24,6 +24,8 @@ class Game(Environment):
 
     The sum of the rewards is the reward ``environment``; each is also the reward of its turn (``turn_returns``).
     """
+
+    default_rewards: ClassVar[Mapping[str, Json]] = {"environment": 1.0}
 
     python: str = ""
     """Interpreter that has the package and the environment; empty: this one."""
@@ -44,18 +46,15 @@ class Game(Environment):
             raise ConfigError("system must say how to reply, got an empty text")
 
     @property
-    @abstractmethod
     def options(self) -> Mapping[str, Json]:
-        """What makes an episode of the package."""
+        """What makes an episode of the package: the options that are not of every game."""
+        every = {field.name for field in fields(Game)}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in every}
 
     @property
     def sessions(self) -> int:
         """Most episodes at once."""
         return 1 << 20
-
-    @property
-    def default_rewards(self) -> Mapping[str, Json]:
-        return {"environment": 1.0}
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Seeds; an episode is begun now, to see that it can be.

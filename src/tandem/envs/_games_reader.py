@@ -9,7 +9,6 @@ import re
 import shlex
 import socket
 import subprocess
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,36 +16,20 @@ Seen = dict[str, Any]
 """What the policy sees next (``text``), the reward of its last move, and whether the episode is ``done``."""
 
 
-class Episode(ABC):
-    """One episode of an environment."""
-
-    @abstractmethod
-    async def reset(self, seed: int) -> Seen:
-        """Begin it."""
-
-    @abstractmethod
-    async def step(self, move: str) -> Seen:
-        """Make the policy's move."""
-
-    async def close(self) -> None:
-        """End it."""
-        return
-
-
 class Episodes:
     """Episodes that are under way, by the rollouts' ids."""
 
-    def __init__(self, make: Callable[[], Episode]) -> None:
-        self.make, self.playing = make, dict[str, Episode]()
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make, self.playing = make, dict[str, Any]()
 
     async def reset(self, key: str, seed: int) -> Seen:
         """Begin an episode."""
         self.playing[key] = episode = self.make()
-        return await episode.reset(seed)
+        return await episode.reset(seed)  # type: ignore[no-any-return]
 
     async def step(self, key: str, move: str) -> Seen:
         """Make a move in one."""
-        return await self.playing[key].step(move)
+        return await self.playing[key].step(move)  # type: ignore[no-any-return]
 
     async def close(self, key: str) -> None:
         """End one."""
@@ -54,7 +37,7 @@ class Episodes:
             await episode.close()
 
 
-class GymnasiumEpisode(Episode):
+class GymnasiumEpisode:
     """Moves are texts, or the number that a reply ends with where actions are numbered."""
 
     def __init__(self, id: str, args: Mapping[str, Any]) -> None:
@@ -65,9 +48,11 @@ class GymnasiumEpisode(Episode):
         self.numbered = isinstance(self.space, gymnasium.spaces.Discrete)
 
     async def reset(self, seed: int) -> Seen:
+        """Begin it."""
         return self._seen(self.env.reset(seed=seed)[0], 0.0, False)
 
     async def step(self, move: str) -> Seen:
+        """Make the policy's move."""
         action: Any = move.strip()
         if self.numbered:
             least, most = int(self.space.start), int(self.space.start + self.space.n - 1)
@@ -79,6 +64,7 @@ class GymnasiumEpisode(Episode):
         return self._seen(observation, float(reward), bool(terminated or truncated))
 
     async def close(self) -> None:
+        """End it."""
         self.env.close()
 
     def _seen(self, observation: Any, reward: float, done: bool) -> Seen:
@@ -86,7 +72,7 @@ class GymnasiumEpisode(Episode):
         return {"text": str(drawn), "reward": reward, "done": done}
 
 
-class TextArenaEpisode(Episode):
+class TextArenaEpisode:
     """A game for one player. Its dice are Python's own, which each episode has to itself here."""
 
     def __init__(self, id: str, args: Mapping[str, Any]) -> None:
@@ -96,12 +82,17 @@ class TextArenaEpisode(Episode):
         self.dice: Any = None
 
     async def reset(self, seed: int) -> Seen:
+        """Begin it."""
         self.env.reset(num_players=1, seed=seed)
         return self._seen(False)
 
     async def step(self, move: str) -> Seen:
+        """Make the policy's move."""
         random.setstate(self.dice)
         return self._seen(self.env.step(action=move)[0])
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
     def _seen(self, done: bool) -> Seen:
         player, observation = self.env.get_observation()
@@ -112,13 +103,14 @@ class TextArenaEpisode(Episode):
         return {"text": observation, "reward": reward, "done": done}
 
 
-class OpenEnvEpisode(Episode):
+class OpenEnvEpisode:
     """A session on a server."""
 
     def __init__(self, server: OpenEnvServer, action: str, observation: str) -> None:
         self.server, self.action, self.observation = server, action, observation
 
     async def reset(self, seed: int) -> Seen:
+        """Begin it."""
         from openenv.core.generic_client import GenericEnvClient
 
         self.client = GenericEnvClient(await self.server.reached())
@@ -126,9 +118,11 @@ class OpenEnvEpisode(Episode):
         return self._seen(await self.client.reset(seed=seed))
 
     async def step(self, move: str) -> Seen:
+        """Make the policy's move."""
         return self._seen(await self.client.step({self.action: move}))
 
     async def close(self) -> None:
+        """End it."""
         await self.client.close()
 
     def _seen(self, result: Any) -> Seen:

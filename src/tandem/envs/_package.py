@@ -62,7 +62,16 @@ class Package:
 
     async def answer(self, seconds: float, owner: str, method: str, **options: Json) -> Json:
         """Ask for something and await it; raises EnvError if that fails or takes too long."""
-        return await self.process.answer(seconds, owner, method, **options)
+        process = self.process
+        number, future = process.ask(method, **options)
+        try:
+            async with asyncio.timeout(seconds):
+                return await waits.wait(asyncio.wrap_future(future), owner=owner, reason=method, on=process.name)
+        except TimeoutError:
+            raise EnvError(f"{process.name} took longer than {seconds:g} s to {method} (timeout_seconds)") from None
+        finally:
+            if future.cancelled():
+                await process.cancel(number)
 
 
 class _Process:
@@ -107,19 +116,7 @@ class _Process:
             self._process.stdin.flush()
         return number, future
 
-    async def answer(self, seconds: float, owner: str, method: str, **options: Json) -> Json:
-        """Ask for something and await it; raises EnvError if that fails or takes too long."""
-        number, future = self.ask(method, **options)
-        try:
-            async with asyncio.timeout(seconds):
-                return await waits.wait(asyncio.wrap_future(future), owner=owner, reason=method, on=self.name)
-        except TimeoutError:
-            raise EnvError(f"{self.name} took longer than {seconds:g} s to {method}; raise timeout_seconds") from None
-        finally:
-            if future.cancelled():
-                await self._cancel(number)
-
-    async def _cancel(self, number: int) -> None:
+    async def cancel(self, number: int) -> None:
         """End what was asked for; a process that is too busy to hear of it is killed."""
         try:
             await asyncio.wait_for(asyncio.wrap_future(self.ask("cancel", request=number)[1]), _CANCEL_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tandem.envs.base import Environment, Split
 from tandem.envs.data.split import split_of
@@ -21,6 +22,8 @@ _MOST_TERMS = 60
 @dataclass(frozen=True, kw_only=True)
 class SumTasks(Environment):
     """Expressions of ``terms`` numbers joined by the operators."""
+
+    default_rewards: ClassVar[Mapping[str, Json]] = {"number": 1.0}
 
     operators: tuple[str, ...] = ("+",)
     """Any of + - *."""
@@ -52,10 +55,6 @@ class SumTasks(Environment):
             raise ConfigError(f"min_number must be from 0 to max_number ({self.max_number}), got {self.min_number}")
         if self.count > _LARGEST_SPACE:
             raise ConfigError(f"terms: {self.terms} of them make more than 10^18 questions; use fewer or smaller ones")
-
-    @property
-    def default_rewards(self) -> Mapping[str, Json]:
-        return {"number": 1.0}
 
     @property
     def count(self) -> int:

@@ -51,9 +51,8 @@ class TasksetEpisodes:
         episode = await self.env.run_slot(slot, vf.ModelContext(model="policy", client=client))
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise RuntimeError(
-                "; ".join(f"{error.type}: {error.message}" for error in errors) or "it was not completed"
-            )
+            why = "; ".join(f"{error.type}: {error.message}" for error in errors)
+            raise RuntimeError(why or "it was not completed")
         (trace,) = episode.traces  # of one agent, whose turns are the rollout's
         scores = {f"rubric/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
         numbers = {f"state/{name}": value for name, value in trace.metrics.items() if value is not None}
@@ -127,12 +126,11 @@ class Played:
         return [self._outcome(state, turns) for state, turns in siblings]
 
     def _outcome(self, state: Any, turns: list[tuple[float | None, float | None]]) -> dict[str, Any]:
-        numbers = {
-            name: value for name, value in state.items() if isinstance(value, int | float) and name not in STANDARD
-        }
+        own = {name: value for name, value in state.items() if name not in STANDARD}
+        numbers = {f"state/{name}": float(value) for name, value in own.items() if isinstance(value, int | float)}
         scores = {f"rubric/{name}": value for name, value in (state["metrics"] or {}).items()}
         return {
-            "metrics": {**{f"state/{name}": float(value) for name, value in numbers.items()}, **scores},
+            "metrics": {**numbers, **scores},
             "reward": state["reward"],
             "turn_rewards": [reward for reward, _ in turns],
         }

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
-from tandem.errors import check_bounds
+from tandem.errors import Bounded
 from tandem.types import Json, Message, Rollout, Task, Turn
 
 Split = Literal["train", "test"]
@@ -67,7 +67,7 @@ class Chat(Protocol):
         ...
 
 
-class Environment(ABC):
+class Environment(Bounded, ABC):
     """Tasks, how one is played, and a gold reply. A frozen dataclass whose fields are its options.
 
     It never imports torch, and construction reads no data.
@@ -97,9 +97,6 @@ class Environment(ABC):
         >>> [task.answer for task in env.tasks("test")]
         ['0', '10']
     """
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     @property
     def name(self) -> str:

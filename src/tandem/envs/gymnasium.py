@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tandem.envs._game import Game
@@ -17,7 +16,3 @@ class Gymnasium(Game):
     """Name of the environment, as ``gymnasium.make`` takes it; ``my_module:Name-v0`` imports the module first."""
     args: dict[str, Json] = field(default_factory=dict)
     """What else ``gymnasium.make`` is given; with ``render_mode: ansi`` observations are drawn as text."""
-
-    @property
-    def options(self) -> Mapping[str, Json]:
-        return {"id": self.id, "args": self.args}

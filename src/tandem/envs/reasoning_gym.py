@@ -8,11 +8,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from tandem.envs.base import Environment, Split
 from tandem.envs.data.split import Tasks, digest, opening, some, split_of
-from tandem.errors import ConfigError, EnvError, bounded
+from tandem.errors import ConfigError, EnvError, bounded, message_of
+from tandem.importing import library
 from tandem.types import Json, Task
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ _GIVE_UP_AFTER = 500
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGym(Environment):
     """A task of reasoning-gym, such as chain_sum, letter_counting or gsm_symbolic."""
+
+    default_rewards: ClassVar[Mapping[str, Json]] = {"reasoning_gym": 1.0}
 
     task: str
     """Its name in reasoning-gym."""
@@ -45,10 +48,6 @@ class ReasoningGym(Environment):
         for name in ("seed", "size"):
             if name in self.config:
                 raise ConfigError(f"config must not set {name}: it is an option of the environment itself")
-
-    @property
-    def default_rewards(self) -> Mapping[str, Json]:
-        return {"reasoning_gym": 1.0}
 
     def tasks(self, split: Split) -> Sequence[Task]:
         rows = [entry for entry in self._entries if split_of(entry["question"], self.test_share) == split]
@@ -99,11 +98,7 @@ def _create(name: str, config: Mapping[str, Json], seed: int, size: int) -> Any:
     """
     state = random.getstate()
     try:
-        from reasoning_gym import factory
-    except ImportError as error:
-        raise EnvError(
-            f"this environment needs reasoning-gym ({error}); pip install 'tandem-rl[reasoning-gym]'"
-        ) from error
+        factory = library("reasoning_gym", "this environment", "reasoning-gym", EnvError).factory
     finally:
         random.setstate(state)  # some of its modules draw while they are imported
     if name not in (known := factory.DATASETS):
@@ -114,9 +109,7 @@ def _create(name: str, config: Mapping[str, Json], seed: int, size: int) -> Any:
         return factory.create_dataset(name, **{**config, "seed": seed, "size": size})
     except Exception as error:  # each task validates in its own way, mostly by assert; the message carries it
         options = ", ".join(f for f in known[name][1].__dataclass_fields__ if f not in ("seed", "size"))
-        raise EnvError(
-            f"reasoning-gym refuses config {dict(config)} of {name}: {error}; its options: {options}"
-        ) from error
+        raise EnvError(f"{name} refuses config {dict(config)}: {error}; its options: {options}") from error
 
 
 def _entry(made: Any, index: int, seed: str, name: str) -> dict[str, Any]:
@@ -126,9 +119,7 @@ def _entry(made: Any, index: int, seed: str, name: str) -> dict[str, Any]:
     try:
         entry: dict[str, Any] = made[index]
     except Exception as error:  # a task that fails for some configurations; the message carries it
-        raise EnvError(
-            f"reasoning-gym's {name} failed to make question {index}: {type(error).__name__}: {error}"
-        ) from error
+        raise EnvError(f"{name} failed to make question {index}: {message_of(error)}") from error
     finally:
         random.setstate(state)
     return entry

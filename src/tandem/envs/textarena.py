@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tandem.envs._game import Game
@@ -18,7 +17,3 @@ class TextArena(Game):
     what its default wrappers make of that, mostly the whole game again."""
     args: dict[str, Json] = field(default_factory=dict)
     """What else ``textarena.make`` is given."""
-
-    @property
-    def options(self) -> Mapping[str, Json]:
-        return {"id": self.id, "args": self.args}

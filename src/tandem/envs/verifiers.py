@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import ClassVar
 
 from tandem.envs._package import Package
 from tandem.envs.base import Chat, Environment, Split
@@ -21,6 +22,8 @@ class Verifiers(Environment):
     Its rubric's reward, weights included, is the reward ``environment``; each function of it is a metric.
     """
 
+    default_rewards: ClassVar[Mapping[str, Json]] = {"environment": 1.0}
+
     id: str
     """Name of the environment, as ``vf.load_environment`` takes it, or of a taskset of verifiers 0.4."""
     args: dict[str, Json] = field(default_factory=dict)
@@ -31,10 +34,6 @@ class Verifiers(Environment):
     """Share of rows held out where the environment has no evaluation data of its own."""
     timeout_seconds: float = bounded(600.0, above=0)
     """How long one task may take."""
-
-    @property
-    def default_rewards(self) -> Mapping[str, Json]:
-        return {"environment": 1.0}
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Rows of the environment's data, which is loaded now.

@@ -196,10 +196,8 @@ def run(isolated: bool, code: str, input: str, seconds: float, memory: int) -> d
             os.killpg(process, signal.SIGKILL)
         os.kill(process, signal.SIGKILL)
     _, status = os.waitpid(process, 0)
-    return {
-        "output": output.decode(errors="replace"),
-        "status": None if late else os.waitstatus_to_exitcode(status),
-    }
+    ended_with = None if late else os.waitstatus_to_exitcode(status)
+    return {"output": output.decode(errors="replace"), "status": ended_with}
 
 
 def _printed(from_program: int, deadline: float) -> tuple[bytes, bool]:

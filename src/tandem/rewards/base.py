@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Coroutine, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from tandem.errors import RewardError, check_bounds
+from tandem.errors import Bounded, RewardError
 from tandem.lazy import asyncio
 from tandem.types import Rollout
 
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
     """What the function logged of each rollout; empty: nothing."""
 
 
-class Reward(ABC):
+class Reward(Bounded, ABC):
     """A number for one finished rollout. A frozen dataclass whose fields are its options.
 
     It must pickle, and never imports torch. A plain function by import path works too: ``f(rollout)``, or with TRL's
@@ -60,9 +60,6 @@ class Reward(ABC):
     """True for one that has a process to itself, because it holds much memory or starts slowly."""
     start_seconds: ClassVar[float] = 120.0
     """How long ``prepare`` may take, imports on a busy machine included."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     @abstractmethod
     def __call__(self, rollout: Rollout) -> float | None:
@@ -109,18 +106,14 @@ class GroupReward(Reward):
     @abstractmethod
     def scores(
         self, rollouts: Sequence[Rollout]
-    ) -> Sequence[Verdict] | Outcome | Awaitable[Sequence[Verdict] | Outcome]:
+    ) -> Sequence[Verdict] | Outcome | Coroutine[Any, Any, Sequence[Verdict] | Outcome]:
         """One verdict per rollout, unweighted, or with metrics. Calls of an ``async def`` go on side by side."""
 
     def __call__(self, rollout: Rollout) -> float | None:
         """One rollout as a group of its own; raises RewardError for a failure."""
-
-        async def alone() -> Verdict:
-            scores = self.scores([rollout])
-            outcome = await scores if isinstance(scores, Awaitable) else scores
-            return (outcome.verdicts if isinstance(outcome, Outcome) else outcome)[0]
-
-        verdict = asyncio.run(alone())
+        scores = self.scores([rollout])
+        outcome = asyncio.run(scores) if isinstance(scores, Coroutine) else scores
+        verdict = (outcome.verdicts if isinstance(outcome, Outcome) else outcome)[0]
         if isinstance(verdict, Failure):
             raise RewardError(verdict.text)
         return verdict

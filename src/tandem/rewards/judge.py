@@ -184,7 +184,7 @@ class Judge(GroupReward):
                     del _remembered[next(iter(_remembered))]
             return answer
 
-        distinct = dict.fromkeys((each.question, each.sample) for one in questions for each in one)
+        distinct = dict.fromkeys(each[:2] for one in questions for each in one)
         answers = {question: asyncio.ensure_future(ask(*question)) for question in distinct}
         try:
             await asyncio.wait(answers.values(), timeout=self.deadline_seconds)
@@ -194,9 +194,7 @@ class Judge(GroupReward):
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
             await client.close()
-        scores = [
-            [self._verdict(answers[each.question, each.sample], each.number) for each in one] for one in questions
-        ]
+        scores = [[self._verdict(answers[each[:2]], each.number) for each in one] for one in questions]
         results = [task.result() for task in answers.values() if not task.cancelled()]
         tokens = sum(answer.tokens for answer in results if isinstance(answer, Answer)) / len(rollouts)
         metrics = [{"judge/tokens": tokens, **_disagreement(one)} for one in scores]
@@ -300,9 +298,7 @@ class Judge(GroupReward):
         except (IndexError, ValueError):
             return Failure("bad_value", f"found no score in the judge's answer ...{answer.text[-60:]!r}")
         if not self.lowest <= score <= self.highest:
-            return Failure(
-                "bad_value", f"was given {score:g}, expected a score from {self.lowest:g} to {self.highest:g}"
-            )
+            return Failure("bad_value", f"was given {score:g}, expected {self.lowest:g} to {self.highest:g}")
         return (score - self.lowest) / (self.highest - self.lowest)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import RewardError, bounded
+from tandem.importing import library
 from tandem.rewards._answers import in_tag, last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
@@ -33,10 +34,7 @@ class MathVerify(Reward):
     """Seconds for parsing and again for comparing, after which the reply counts as wrong."""
 
     def prepare(self) -> None:
-        try:
-            import math_verify  # noqa: F401 - whether it is there
-        except ImportError as error:
-            raise RewardError("reward math_verify needs math-verify; pip install 'tandem-rl[math]'") from error
+        library("math_verify", "reward math_verify", "math", RewardError)
         for name in ("math_verify", "math_verify.parser", "math_verify.grader", "math_verify.utils"):
             logging.getLogger(name).setLevel(logging.ERROR)  # a reply that takes too long is an everyday thing
         _equal(_parsed(r"$\frac{1}{2}$", self._seconds()), "0.5", self._seconds())  # its parsers load on first use

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Literal
 
 from tandem.errors import RewardError
+from tandem.importing import library
 from tandem.rewards._answers import in_tag, is_number, last_number, last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Json, Rollout
@@ -31,12 +32,7 @@ class ReasoningGymReward(Reward):
         return {"tag": f"extract is {self.extract}"} if self.extract in ("last_number", "whole") else {}
 
     def prepare(self) -> None:
-        try:
-            import reasoning_gym  # noqa: F401 - here, before the first deadline runs
-        except ImportError as error:
-            raise RewardError(
-                f"reward reasoning_gym needs reasoning-gym ({error}); pip install 'tandem-rl[reasoning-gym]'"
-            ) from error
+        library("reasoning_gym", "reward reasoning_gym", "reasoning-gym", RewardError)
 
     def __call__(self, rollout: Rollout) -> float:
         task = rollout.task

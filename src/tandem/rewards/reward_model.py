@@ -66,14 +66,19 @@ def loaded(name: str, label: int | None, device: str, dtype: str) -> Classifier:
         RewardError: it cannot be loaded, or has no such output or chat template.
     """
     import torch
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         where = torch.device(device)
-        model = _model(name, dtype).to(where).eval().requires_grad_(False)
+        options = {"dtype": "auto" if dtype == "auto" else getattr(torch, dtype), "trust_remote_code": False}
+        model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **options)
+        model.to(where).eval().requires_grad_(False)
     except (OSError, ValueError, RuntimeError) as error:  # no such model or device; the message says which
         raise RewardError(f"reward model {name} cannot be loaded on {device}: {error}") from error
+    if missing := sorted(info["missing_keys"]):  # its head would be random
+        lacks = f"lacks {', '.join(missing[:3])}: it has no head for sequence classification"
+        raise RewardError(f"reward model {name} {lacks}; name a model that was trained as a reward model")
     if not tokenizer.chat_template and tokenizer.sep_token_id is None:
         raise RewardError(f"reward model {name} has no chat template; save one with its tokenizer")
     if tokenizer.pad_token_id is None:
@@ -138,24 +143,3 @@ class Classifier:
             logits = self._model(**{name: ids.to(self._device) for name, ids in padded.items()}).logits
         scores: list[float] = logits[:, self._label].float().tolist()
         return scores
-
-
-def _model(name: str, dtype: str) -> Any:
-    """The model with its trained head.
-
-    Raises:
-        RewardError: the weights have no such head, and it would be random.
-    """
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
-    wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        name, dtype=wanted, output_loading_info=True, trust_remote_code=False
-    )
-    if missing := sorted(info["missing_keys"]):
-        raise RewardError(
-            f"reward model {name} lacks {', '.join(missing[:3])}: it has no head for sequence classification; name a "
-            "model that was trained as a reward model"
-        )
-    return model

@@ -112,7 +112,7 @@ class Batch:
 
 
 class RolloutSource(Protocol):
-    """Batches of groups sampled here (``buffer.RolloutBuffer``) or elsewhere (``tandem_broker.source``)."""
+    """Batches of groups sampled here (``buffer.RolloutBuffer``) or elsewhere (``tandem_broker.run_source``)."""
 
     def open(self, data_state: DataState) -> AbstractAsyncContextManager[RolloutSource]:
         """Go on where ``data_state`` stands."""

@@ -178,35 +178,31 @@ ADVANTAGES: Mapping[str, Callable[[Sequence[Siblings], Options, Weights], Sequen
 """Advantage of every rollout that counts, or of each of its turns, given those of every group."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """Logprobs of a sequence's sampled tokens, float64."""
+def cost(known: Formula, sequence: SampledSequence, now: Tensor, first: Tensor, reference: Tensor | None) -> Tensor:
+    """Loss of each sampled token of a sequence, weighed by corrections, and the penalty of leaving the reference.
 
-    now: Tensor
-    """The policy's; costs are differentiable in them."""
-    first: Tensor
-    """The policy's as the step began."""
-    reference: Tensor | None
-    """The reference's."""
-
-
-def cost(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
-    """Loss of each sampled token of a sequence, weighed by corrections, and the penalty of leaving the reference."""
+    Args:
+        known: the recipe.
+        sequence: how it was sampled.
+        now: the policy's logprobs, float64; costs are differentiable in them.
+        first: the policy's as the step began.
+        reference: the reference's.
+    """
     advantages = torch.tensor(sequence.advantages, dtype=torch.float64)
     recorded = torch.tensor(sequence.sampler_logprobs, dtype=torch.float64)
-    sampler = torch.where(recorded == UNKNOWN_LOGPROB, scored.first, recorded)
-    old, now = scored.first if known.recomputed else sampler, scored.now.detach()
+    sampler = torch.where(recorded == UNKNOWN_LOGPROB, first, recorded)
+    old = first if known.recomputed else sampler
     kind, options = known.loss
-    total = LOSSES[kind](scored.now, old, advantages, options)
+    total = LOSSES[kind](now, old, advantages, options)
     for kind, options in known.corrections:
-        gap = now - sampler if kind == "opsm" or not known.recomputed else scored.first - sampler
+        gap = now.detach() - sampler if kind == "opsm" or not known.recomputed else first - sampler
         weight = CORRECTIONS[kind](gap, advantages, options, known.recomputed)
         total = torch.where(weight == 0, 0.0, total * weight)
     if known.reference is None:
         return total
-    assert scored.reference is not None
+    assert reference is not None
     options = known.reference[1]
-    penalty = divergence(scored.now - scored.reference, (scored.now - old).exp(), options)
+    penalty = divergence(now - reference, (now - old).exp(), options)
     return total + float(options["beta"]) * penalty
 
 
@@ -340,8 +336,7 @@ def gradients(
                 if update == 0:
                     first.append(now.detach())
                 weight = share(known, sequences, sequence)
-                scored = Scored(now=now, first=first[i], reference=reference)
-                (cost(known, sequence, scored).sum() * weight).backward()
+                (cost(known, sequence, now, first[i], reference).sum() * weight).backward()
             updates.append(exact.gradients())
         held = _followed(held, exact.held(trained(len(updates))), number, known)
     return updates
@@ -489,9 +484,7 @@ class PlainModel:
         seen = ("visual.", "vision_tower.", "multi_modal_projector.")  # a policy of text does not train what sees
         named = [name for name in self._parameters if not any(part in name for part in seen)]
         whole = [name for name in named if wanted is None or _layer(name) in wanted]
-        self.names = (
-            frozenset(n for pair in self._factors.values() for n in pair) if self._factors else frozenset(whole)
-        )
+        self.names = frozenset(n for pair in self._factors.values() for n in pair) or frozenset(whole)
         """Of what is trained, by the recipe."""
         self._leaves: dict[str, Tensor] = {}
 

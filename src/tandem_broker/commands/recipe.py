@@ -207,11 +207,8 @@ def _of_the_environment(tree: Branch) -> Branch:
 
 def _engines(tree: Tree) -> Tree:
     """An address or a list of addresses as the mapping that it stands for."""
-    if isinstance(tree, Branch):
-        urls = tree.entries.get("urls")
-        if isinstance(urls, Leaf):
-            tree.put("urls", Items(items=(urls,), where=urls.where), urls.where)
-        return tree
-    branch = Branch(where=tree.where)
-    branch.put("urls", tree if isinstance(tree, Items) else Items(items=(tree,), where=tree.where), tree.where)
+    branch = tree if isinstance(tree, Branch) else Branch(where=tree.where)
+    urls = branch.entries.get("urls") if tree is branch else tree
+    if urls is not None:
+        branch.put("urls", Items(items=(urls,), where=urls.where) if isinstance(urls, Leaf) else urls, urls.where)
     return branch

@@ -51,9 +51,9 @@ def add_env(app: typer.Typer) -> None:
 
         They are translated to options of tandem work, of which more may be laid over them.
         """
-        from tandem_broker.commands.env import env
+        from tandem_broker.commands.work import play_by_flags
 
-        typer.echo(env(name, mode, words_of(ENVIRONMENT.values(), flags), overrides or []))
+        typer.echo(play_by_flags(name, mode, words_of(ENVIRONMENT.values(), flags), overrides or []))
 
 
 def _serve_broker(

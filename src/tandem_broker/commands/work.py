@@ -1,4 +1,4 @@
-"""``tandem work``: environments that play for a broker, sampling from engines that run elsewhere."""
+"""``tandem work`` and ``tandem env``: environments that play for a broker, sampling from engines that run elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -14,8 +15,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from tandem.config.sources import EnvSource
-from tandem.errors import BrokerError
+from tandem.errors import BrokerError, ConfigError
 from tandem.http import RetryPolicy
 from tandem.model.policy import load_config, load_tokenizer
 from tandem.observability import waits, watchdog
@@ -28,10 +31,13 @@ from tandem.together import together
 from tandem.trainer import environments
 from tandem.types import Group, Sampling
 from tandem_broker.client import Connection, EnvClient, key_in
-from tandem_broker.commands.recipe import Work, load
+from tandem_broker.commands.recipe import Work, from_options, load
 from tandem_broker.producer import GroupTally, PlayPace, Producer
 from tandem_broker.protocol.messages import EnvRegistration
 from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
+from tandem_compat.atropos.environment import from_file, tokenizer_of, translate
+from tandem_compat.atropos.options import ENVIRONMENT
+from tandem_compat.atropos.services import served_model
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -49,6 +55,38 @@ def work(words: Sequence[str]) -> str:
     """
     recipe = Path(words[0]) if words and "=" not in words[0] else None
     return play(load(recipe, words[recipe is not None :]))
+
+
+def play_by_flags(name: str, mode: str, flags: Mapping[str, Sequence[str]], overrides: Sequence[str]) -> str:
+    """Play by the flags that Atropos' environments take; returns the message to print.
+
+    Args:
+        name: the environment.
+        mode: serve.
+        flags: the words of every flag that was not left out.
+        overrides: options of ``tandem work`` laid over them.
+
+    Raises:
+        ConfigError: a flag is wrong, or the mode is another.
+        EngineError: no flag says which model it is, and no engine answers that could.
+    """
+    if mode != "serve":
+        raise ConfigError(f"tandem env {name} {mode}: the mode is serve; tandem eval and tandem check do the others")
+    if "config" in flags:
+        flags = {**from_file(Path(flags["config"][-1])), **flags}
+    values, source = {flag: words[-1] for flag, words in flags.items()}, f"tandem env {name}"
+    if not tokenizer_of(values):
+        # Before an engine is waited for: whatever its model is called, the rest must be right.
+        from_options(translate(name, {**flags, "env.tokenizer_name": ["unknown"]}).options, overrides, source)
+        url = values.get("openai.base_url") or str(ENVIRONMENT["openai.base_url"].default)
+        model = served_model(url.partition(",")[0], values.get("openai.api_key", ""))
+        flags = {**flags, "env.tokenizer_name": [model]}
+        typer.echo(f"tandem: --env.tokenizer_name: that of {model}, which the engine serves", err=True)
+    translated = translate(name, flags)
+    for note in translated.notes:
+        typer.echo(f"tandem: {note}", err=True)
+    os.environ.update(translated.environ)
+    return play(from_options(translated.options, overrides, source))
 
 
 def play(config: Work) -> str:
@@ -103,11 +141,11 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
         with waits.blocking("tandem work", "train tasks and their prompts", on, config.timeouts.wait_seconds):
             tasks[name] = environments.tasks_of(name, source, "train")
             longest_prompt(list(islice(tasks[name], FIRST_PROMPTS)), template, context)
-    broker_key = key_in(config.broker.key_variable, "broker")
+    broker_key = key_in(config.broker.key_variable, "broker.key_variable")
     remote = RemoteEngines(
         urls=config.engine.urls,
         model=config.engine.model or config.model,
-        key=key_in(config.engine.api_key_variable, "engine"),
+        key=key_in(config.engine.api_key_variable, "engine.api_key_variable"),
         request_seconds=config.engine.request_seconds,
         retry=RetryPolicy(max_seconds=5.0, give_up_seconds=config.give_up_seconds),
     )
@@ -115,7 +153,10 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
     async with AsyncExitStack() as stack:
         opened = []
         for name, source in config.sources.items():
-            graders = await stack.enter_async_context(_graders(config, name, source))
+            specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
+            workers = config.grading.processes(config.n * config.group_size)
+            graders = Graders(specs, workers=workers, timeout=config.grading.timeout_seconds)
+            await require_full_marks(name, source.env, await stack.enter_async_context(graders))
             client = await stack.enter_async_context(_client(config, name, source, context, broker_key))
             opened.append((name, source.env, graders, client))
         engine = await stack.enter_async_context(remote.open(context=context, ends=ends))
@@ -151,25 +192,8 @@ def _client(config: Work, name: str, source: EnvSource, context: int, key: str) 
 def _warn_of_other_engines(engine: RemoteEngine, sampling: Sampling) -> None:
     plain = Sampling(max_tokens=sampling.max_tokens, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids)
     if not engine.tells_versions and sampling != plain:
-        log.warning(
-            "these engines are not Tandem's: have vLLM give --logprobs-mode processed_logprobs, or sample with "
-            "temperature 1 and nothing cut off"
-        )
-
-
-@asynccontextmanager
-async def _graders(config: Work, name: str, source: EnvSource) -> AsyncIterator[Graders]:
-    """Graders that gave full marks to the first gold replies.
-
-    Raises:
-        RewardError: they did not.
-    """
-    specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
-    async with Graders(
-        specs, workers=config.grading.processes(config.n * config.group_size), timeout=config.grading.timeout_seconds
-    ) as graders:
-        await require_full_marks(name, source.env, graders)
-        yield graders
+        remedy = "give vLLM --logprobs-mode processed_logprobs, or sample with temperature 1 and nothing cut off"
+        log.warning("these engines are not Tandem's: %s", remedy)
 
 
 def _postprocess_rewards(config: Work) -> PostprocessRewards:

@@ -64,14 +64,18 @@ class Notes:
     """Fields of the wire that had something in them and were not read."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wired:
     """One conversation of a rollout."""
 
-    turns: tuple[Turn, ...]
+    turns: list[Turn]
     """Each continues the one before it, at one temperature."""
-    places: tuple[int, ...]
+    places: list[int]
     """Of every sampled token of these turns, its place among all that the rollout sampled."""
+
+    def is_continued_by(self, turn: Turn) -> bool:
+        """True if a turn repeats all of it, at the same temperature."""
+        return turn.temperature == self.temperature and list(turn.prompt[: len(self.tokens)]) == self.tokens
 
     @property
     def tokens(self) -> list[int]:
@@ -109,31 +113,20 @@ def sequences(rollout: Rollout) -> list[Wired]:
 
     Of several that a turn could continue it continues the longest.
     """
-    conversations: list[tuple[list[Turn], list[int]]] = []
+    conversations: list[Wired] = []
     done = 0
     for turn in rollout.turns:
         places = range(done, done + len(turn.completion.tokens))
         done = places.stop
         if not places or not turn.trained:  # to the trainer it is part of what the next turn answers
             continue
-        fits = [entry for entry in conversations if _continues(turn, entry[0][-1])]
-        if fits:
-            turns, places_so_far = max(fits, key=lambda entry: len(_all_tokens(entry[0][-1])))
+        if fits := [each for each in conversations if each.is_continued_by(turn)]:
+            conversation = max(fits, key=lambda each: len(each.tokens))
         else:
-            turns, places_so_far = [], []
-            conversations.append((turns, places_so_far))
-        turns.append(turn)
-        places_so_far.extend(places)
-    return [Wired(tuple(turns), tuple(places)) for turns, places in conversations]
-
-
-def _continues(turn: Turn, before: Turn) -> bool:
-    history = _all_tokens(before)
-    return turn.temperature == before.temperature and turn.prompt[: len(history)] == history
-
-
-def _all_tokens(turn: Turn) -> tuple[int, ...]:
-    return turn.prompt + turn.completion.tokens
+            conversations.append(conversation := Wired([], []))
+        conversation.turns.append(turn)
+        conversation.places.extend(places)
+    return conversations
 
 
 def group_to_wire(group: Group) -> ScoredGroup:
@@ -318,10 +311,8 @@ class _GroupReader:
         if not rows:
             if self._rules.policy_logprobs:
                 return [UNKNOWN_LOGPROB] * len(sampled)
-            raise BrokerError(
-                f"group {self._id} of environment {self.env} has no inference_logprobs; let it send them (in Atropos: "
-                "managed_server), or set broker.missing_logprobs: policy to train as if the policy of now had sampled"
-            )
+            remedy = "let it send them (in Atropos: managed_server), or set broker.missing_logprobs: policy"
+            raise BrokerError(f"group {self._id} of environment {self.env} has no inference_logprobs; {remedy}")
         logprobs = [rows[at][place] for place in sampled]
         if max(logprobs) > 1e-3:
             raise _Refused("malformed", f"a trained token has a logprob that is none: {max(logprobs):g}")

@@ -178,9 +178,8 @@ class GroupQueue:
         for entry, key in entries:
             if key is not None and key in self.seen:
                 self.counts["duplicate"] += 1
-                receipts.append(
-                    records.Receipt(kind="duplicate", buffered=self.tenants.of(entry.env).sequences["buffered"])
-                )
+                buffered = self.tenants.of(entry.env).sequences["buffered"]
+                receipts.append(records.Receipt(kind="duplicate", buffered=buffered))
             else:
                 receipts.append(self._accept(entry, key, now))
         return receipts
@@ -227,9 +226,7 @@ class GroupQueue:
         self._advance(now)
         lease = self.leases.get(batch_id) or self.over.get(batch_id)
         if lease is None:
-            return records.Acknowledgement(
-                ok=False, reason=f"no batch is called {batch_id}: it was never served, or long ago"
-            )
+            return records.Acknowledgement(ok=False, reason=f"no batch is called {batch_id}: never served, or long ago")
         if lease.outcome is not None:
             return lease.outcome
         late = batch_id in self.over

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -70,32 +71,25 @@ def idempotency_key(request: web.Request) -> str | None:
     return key
 
 
+@dataclass(slots=True)
 class BrokerServer:
     """Routes over a store."""
 
-    def __init__(
-        self,
-        store: GroupQueue,
-        *,
-        limits: BodyLimits | None = None,
-        keys: Keys | None = None,
-        host: str = "",
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """Serve a store.
+    store: GroupQueue
+    """Changed by this broker alone."""
+    _: KW_ONLY
+    limits: BodyLimits = field(default_factory=BodyLimits)
+    """Bounds on bodies."""
+    keys: Keys = field(default_factory=Keys)
+    """API keys. Without any, requests that pages in a browser make are refused (``tandem.doors``)."""
+    host: str = ""
+    """A name by which it is reached, beside its addresses and this machine's name."""
+    clock: Callable[[], float] = time.time
+    """Seconds since 1970."""
+    bodies: Bodies = field(init=False)
 
-        Args:
-            store: changed by this broker alone.
-            limits: bounds on bodies.
-            keys: API keys. Without any, requests that pages in a browser make are refused (``tandem.doors``).
-            host: a name by which it is reached, beside its addresses and this machine's name.
-            clock: seconds since 1970.
-        """
-        self.store = store
-        self.bodies = Bodies(limits or BodyLimits())
-        self.keys = keys or Keys()
-        self._names = (host,) if host else ()
-        self._clock = clock
+    def __post_init__(self) -> None:
+        self.bodies = Bodies(self.limits)
 
     def application(self) -> web.Application:
         """Return the routes, ready to run. Give the runner ``auto_decompress=False``: bodies are inflated here."""
@@ -136,7 +130,7 @@ class BrokerServer:
             if role is not None:
                 self._owner(request, role)
             if not self.keys.trainer:
-                why = doors.from_a_page(request.method, request.headers, acts=acts, names=self._names)
+                why = doors.from_a_page(request.method, request.headers, acts=acts, names=(self.host,))
                 if why:
                     raise RequestRejected(403, why)
             response = await handler(request)
@@ -219,19 +213,19 @@ class BrokerServer:
         spec = msgspec.structs.replace(spec, desired_name=named(spec.desired_name))
         owner = self._owner(request)
         key = scoped(owner, idempotency_key(request))
-        accepted = self.store.register_env(spec, self._clock(), key=key, owner=owner)
+        accepted = self.store.register_env(spec, self.clock(), key=key, owner=owner)
         return reply(accepted or {"status": "wait for trainer to start"})
 
     async def _disconnect_env(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.EnvName)
         self._require_owner(request, body.env_id)
-        is_known = self.store.disconnect(body.env_id, self._clock())
+        is_known = self.store.disconnect(body.env_id, self.clock())
         return reply(outcome(is_known, f"no environment has the id {body.env_id}"))
 
     async def _status_env(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.EnvName)
         self._require_owner(request, body.env_id)
-        return reply(self.store.status_env(body.env_id, self._clock()))
+        return reply(self.store.status_env(body.env_id, self.clock()))
 
     async def _scored_data(self, request: web.Request) -> web.StreamResponse:
         (receipt,) = self._put([await self.bodies.read(request, read_group)], request)
@@ -250,7 +244,7 @@ class BrokerServer:
         """Hand groups to the store, all or none."""
         for env_id in {entry.env for entry in entries}:
             self._require_owner(request, env_id)
-        key, now = scoped(self._owner(request), idempotency_key(request)), self._clock()
+        key, now = scoped(self._owner(request), idempotency_key(request)), self.clock()
         keys = [key] if len(entries) == 1 else [None if key is None else f"{key}/{i}" for i in range(len(entries))]
         return self.store.put_all(list(zip(entries, keys, strict=True)), now)
 
@@ -262,7 +256,7 @@ class BrokerServer:
             return reply({"status": "error", "message": message, "batch": []})
         query = wire.convert(dict(request.query), messages.BatchQuery)
         is_leased = query.lease is not None
-        batch = self.store.take(self._clock(), lease=query.lease, policy=query.policy, max_lag=query.max_lag)
+        batch = self.store.take(self.clock(), lease=query.lease, policy=query.policy, max_lag=query.max_lag)
         if batch is None:
             return reply({"batch": None})
         payloads = [entry.payload for entry in batch.entries]
@@ -270,10 +264,10 @@ class BrokerServer:
             await self.store.journal.committed()
             response = await self._send(request, batch, payloads, is_leased)
         except BaseException:  # its client is gone: it returns to the queue
-            self.store.return_lease(batch.id, self._clock())
+            self.store.return_lease(batch.id, self.clock())
             raise
         if not is_leased:
-            self.store.acknowledge(batch.id, self._clock())  # nothing else will: it is out
+            self.store.acknowledge(batch.id, self.clock())  # nothing else will: it is out
         return response
 
     async def _send(
@@ -297,7 +291,7 @@ class BrokerServer:
 
         async def handler(request: web.Request) -> web.StreamResponse:
             body = await self._message(request, messages.BatchName)
-            done = act(body.batch, self._clock())
+            done = act(body.batch, self.clock())
             return reply(outcome(bool(done), getattr(done, "reason", f"no batch {body.batch} is leased")))
 
         return handler
@@ -305,7 +299,7 @@ class BrokerServer:
     # --- people ---
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
-        report = self.store.status(self._clock())
+        report = self.store.status(self.clock())
         answer: dict[str, Any] = {"current_step": report["step"], "queue_size": report["queued_groups"]}
         if "detail" in request.query:
             answer["detail"] = {**report, "version": __version__}

@@ -11,11 +11,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tandem.config import registry as resolve
 from tandem.envs.base import Environment, Split
 from tandem.envs.data.rows import DataRow, DataSource
 from tandem.envs.data.split import digest, some
-from tandem.envs.dataset import Dataset
+from tandem.envs.dataset import Dataset, imported
 from tandem.errors import ConfigError, EnvError
 from tandem.types import TEXT, Json, Message, Task
 
@@ -166,13 +165,9 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
 
 def _rows(entry: Mapping[str, Any]) -> list[DataRow]:
     """All rows of one data set."""
-    rows: list[DataRow] = []
-    for path in _files(entry):
-        source = DataSource(
-            path=path, subset=entry.get("name"), train_split=entry.get("split") or "train", test_share=0.0
-        )
-        rows += source.rows("train", lambda row: row.where)
-    return rows
+    subset, split = entry.get("name"), entry.get("split") or "train"
+    sources = [DataSource(path=path, subset=subset, train_split=split, test_share=0.0) for path in _files(entry)]
+    return [row for source in sources for row in source.rows("train", lambda row: row.where)]
 
 
 def _even(rows: Sequence[DataRow]) -> list[DataRow]:
@@ -190,12 +185,11 @@ def _transform(cfg: Mapping[str, Any], entry: Mapping[str, Any], number: int) ->
     path = entry.get("type")
     if path is None:
         return None
+    function = imported("datasets: type", path)
+    parameters = inspect.signature(function).parameters
+    indexed = "dataset_idx" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     try:
-        function = resolve.import_object(path)
-    except ConfigError as error:
-        raise EnvError(f"datasets: type: {error}") from error
-    try:
-        made = function(TransformOptions(cfg), **({"dataset_idx": number} if _accepts(function, "dataset_idx") else {}))
+        made = function(TransformOptions(cfg), **({"dataset_idx": number} if indexed else {}))
     except Exception as error:  # user code; the message carries it
         raise EnvError(f"datasets: {path} raised {type(error).__name__}: {error}") from error
     change, options = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
@@ -226,11 +220,6 @@ def _changed(row: DataRow, change: Change | None, entry: Mapping[str, Any]) -> D
         return row if change is None else replace(row, columns=change(row.columns))
     except Exception as error:  # user code; one row's failure names that row
         raise EnvError(f"{row.where}: {entry['type']} raised {type(error).__name__}: {error}") from error
-
-
-def _accepts(function: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 @cache

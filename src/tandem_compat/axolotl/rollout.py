@@ -7,15 +7,15 @@ import copy
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from tandem.config import registry as resolve
 from tandem.envs.base import Chat, Split
-from tandem.errors import ConfigError, EnvError
+from tandem.envs.dataset import imported
+from tandem.errors import EnvError
 from tandem.lazy import torch
 from tandem.rewards.function import Function
 from tandem.rewards.grading.calls import Called
@@ -48,7 +48,7 @@ class RolloutFunction(AxolotlDatasets):
         Raises:
             EnvError: it cannot be imported.
         """
-        _function(self.rollout_func)
+        imported("rollout_func", self.rollout_func)
         return super().tasks(split)
 
     async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
@@ -63,7 +63,7 @@ class RolloutFunction(AxolotlDatasets):
         return {"turns": float(turns)}
 
     def _call(self, task: Task, url: str) -> str:
-        function = _function(self.rollout_func)
+        function = imported("rollout_func", self.rollout_func)
         tokenizer = tokenizer_of(str(self.cfg["base_model"]), self.chat_template)
         messages = [message.as_dict() for message in task.prompt]
         arguments = {
@@ -164,12 +164,3 @@ class FunctionModel:
 def _threads() -> ThreadPoolExecutor:
     """Of their own: asyncio's few would be taken by functions that wait for an engine that needs one."""
     return ThreadPoolExecutor(max_workers=256, thread_name_prefix="rollout_func")
-
-
-def _function(path: str) -> Callable[..., Any]:
-    """Import it; raises EnvError."""
-    try:
-        function: Callable[..., Any] = resolve.import_object(path)
-    except ConfigError as error:
-        raise EnvError(f"rollout_func: {error}") from error
-    return function

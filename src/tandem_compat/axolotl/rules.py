@@ -324,18 +324,13 @@ def _corrections(recipe: AxolotlRecipe, *, sampled: bool) -> None:
     Where ratios are to what was ``sampled`` with they hold those weights: then only what is out of bounds is left out.
     """
     option, threshold = "trl.vllm_importance_sampling_mode", "trl.off_policy_mask_threshold"
-    mode, bounds = "", {}
-    if _weighed(recipe):
-        mode = recipe.get(option, "token_truncate" if recipe.asynchronous else "sequence_mask")
-        bounds = _bounds(recipe)
-    objective.put_corrections(recipe, option, mode, bounds, threshold, sampled=sampled)
-
-
-def _bounds(recipe: AxolotlRecipe) -> dict[str, Json]:
-    """Least and greatest weight; the greatest has an older and a newer name."""
+    usual = "token_truncate" if recipe.asynchronous else "sequence_mask"
+    mode = recipe.get(option, usual) if _weighed(recipe) else ""
+    # The greatest weight has an older and a newer name.
     cap, most, least = (f"trl.vllm_importance_sampling_{name}" for name in ("cap", "clip_max", "clip_min"))
     low = {"low": recipe[least]} if least in recipe else {}
-    return {**low, "high": recipe.get(most, recipe.get(cap, 3.0))}
+    bounds = {**low, "high": recipe.get(most, recipe.get(cap, 3.0))}
+    objective.put_corrections(recipe, option, mode, bounds, threshold, sampled=sampled)
 
 
 def _ratio_corrected(recipe: AxolotlRecipe) -> bool:

@@ -19,6 +19,7 @@ from tandem.api import targets
 from tandem.api.card import BENCHMARKS
 from tandem.api.comparison import paired
 from tandem.errors import ConfigError
+from tandem.importing import library
 from tandem.model.policy import load_config
 from tandem.observability.report.folder import load
 from tandem.types import Json
@@ -60,10 +61,7 @@ def benchmark(target: Path, names: Sequence[str], *, step: int | None = None, li
         ConfigError: lm-eval is not installed, has no such task, or cannot load its data; there is no such model.
         CheckpointError: the run has no such checkpoint.
     """
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise ConfigError(f"benchmarks need lm-eval ({error}): pip install 'tandem-rl[eval]'") from error
+    lm_eval = library("lm_eval.tasks", "a benchmark", "eval", ConfigError)
     is_run = (target / "config.yaml").is_file()
     models = _models(targets.weights_of(target, step) if is_run else target, target if is_run else None)
     for model in models:
@@ -71,7 +69,7 @@ def benchmark(target: Path, names: Sequence[str], *, step: int | None = None, li
     files = [file for file in map(Path, names) if file.is_file()]
     places = [Path(__file__).parent, *(file.parent for file in files)]
     # lm-eval's own are thousands of files, read one by one.
-    manager = TaskManager(include_path=list(map(str, places)), include_defaults=len(files) < len(names))
+    manager = lm_eval.TaskManager(include_path=list(map(str, places)), include_defaults=len(files) < len(names))
     tasks = [_NAMES.get(name, _task(name)) for name in names]
     if unknown := [name for name in tasks if name not in manager.all_tasks]:
         raise ConfigError(f"lm-eval has no task {', '.join(unknown)}; lm-eval ls tasks lists what it has")

@@ -18,6 +18,7 @@ from tandem import clone, hub, types
 from tandem.envs.base import Split
 from tandem.envs.data.split import split_of
 from tandem.errors import ConfigError, EnvError, bounded, check_bounds
+from tandem.importing import library
 from tandem.types import Json
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,6 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _MISSING = frozenset(("", "NA", "N/A", "NaN", "nan", "NULL", "null", "None"))
 """What stands for no number in a CSV file's column of numbers."""
-
-_INSTALL = "pip install 'tandem-rl[data]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +229,9 @@ def _typed(texts: Sequence[str]) -> Sequence[Json]:
 
 
 def _read_parquet(file: Path) -> Iterator[DataRow]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise EnvError(f"reading {file} needs pyarrow; {_INSTALL}") from error
+    library("pyarrow", f"reading {file}", "data", EnvError)
+    import pyarrow.parquet
+
     try:
         batches = pyarrow.parquet.ParquetFile(file).iter_batches()
         rows = (row for batch in batches for row in batch.to_pylist())
@@ -257,22 +254,15 @@ _READERS: dict[str, Callable[[Path], Iterator[DataRow]]] = {
 def _read_hub(name: str, subset: str | None, split: str) -> Iterator[DataRow]:
     if away := hub.away():
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read when datasets is first imported: what is kept is found
-    try:
-        import datasets
-    except ImportError as error:
-        raise EnvError(f"{name} is not a local file, and loading it from the hub needs datasets; {_INSTALL}") from error
+    datasets = library("datasets", f"{name} is not a local file, and loading it from the hub", "data", EnvError)
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the library raises anything from OSError to its own; the message carries it
-        why = (
-            f"is not on this machine, and {away}"
-            if away
-            else f"cannot be loaded: {type(error).__name__}: {_first_line(error)}"
-        )
-        raise EnvError(
-            f"data set {name!r} (subset {subset or 'default'}, split {split!r}) {why}; it is not a local file: check "
-            "the name and the network, or set path to a local JSONL, CSV or Parquet file"
-        ) from error
+        why = f"cannot be loaded: {type(error).__name__}: {_first_line(error)}"
+        why = f"is not on this machine, and {away}" if away else why
+        remedy = "check the name and the network, or set path to a local JSONL, CSV or Parquet file"
+        what = f"data set {name!r} (subset {subset or 'default'}, split {split!r})"
+        raise EnvError(f"{what} {why}; it is not a local file: {remedy}") from error
     for number, columns in enumerate(loaded, 1):
         yield DataRow(f"{name}[{split}] row {number}", number, _plain(columns))
 

@@ -10,7 +10,7 @@ import numbers
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -35,13 +35,13 @@ _MOST = 1e18
 class _Log:
     """What ``log_metric`` and ``log_extra`` are told during one call."""
 
-    count: int
-    """Rollouts of the call."""
-    rows: list[dict[str, float]] = field(init=False)
+    rows: list[dict[str, float]]
     """Numbers by name, for each rollout."""
 
-    def __post_init__(self) -> None:
-        self.rows = [{} for _ in range(self.count)]
+    @property
+    def count(self) -> int:
+        """Rollouts of the call."""
+        return len(self.rows)
 
     def metric(self, name: str, value: float) -> None:
         """Keep a number of the whole call."""
@@ -83,7 +83,7 @@ class Called:
 
     def begin(self, rollouts: Sequence[Rollout], steps: int | None) -> tuple[Any, _Log]:
         """What it returns, perhaps to be awaited first; whatever it changes of its arguments, no other call sees."""
-        log = _Log(len(rollouts))
+        log = _Log([{} for _ in rollouts])
         if self.shape != "columns":
             rollouts = [_copied(rollout) for rollout in rollouts]
         if self.shape == "verl":
@@ -147,13 +147,9 @@ class FunctionReward(Reward):
 
     def __call__(self, rollout: Rollout) -> float | None:
         """One rollout as a group of its own; raises RewardError for a bad value."""
-
-        async def alone() -> Outcome:
-            called = self.called()
-            value, log = called.begin([rollout], None)
-            return called.outcome(await value if inspect.isawaitable(value) else value, log)
-
-        (verdict,) = asyncio.run(alone()).verdicts
+        called = self.called()
+        value, log = called.begin([rollout], None)
+        (verdict,) = called.outcome(asyncio.run(value) if inspect.iscoroutine(value) else value, log).verdicts
         if isinstance(verdict, Failure):
             raise RewardError(verdict.text)
         return verdict

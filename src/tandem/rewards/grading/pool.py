@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from tandem.observability import waits
@@ -25,46 +26,31 @@ Batches = deque[list[RewardCall]]
 """Calls in order; those of one batch are async and go on side by side."""
 
 
+@dataclass(slots=True, kw_only=True)
 class Pool:
     """Grading processes that share a set of rewards."""
 
-    def __init__(
-        self,
-        rewards: Mapping[str, Reward],
-        order: Order,
-        *,
-        size: int,
-        timeout: float,
-        log: Path | None,
-        counts: Counter[str],
-    ) -> None:
-        """Nothing starts yet.
-
-        Args:
-            rewards: By name.
-            order: What each process is told first.
-            size: Processes.
-            timeout: Seconds one reward may take for one rollout, where it does not say itself how long a call may.
-            log: File for what rewards print; None: our own stderr.
-            counts: Where processes that had to be replaced are counted, as restarts.
-        """
-        self._call_seconds = {name: reward.call_seconds for name, reward in rewards.items()}
-        self._start_seconds = max(reward.start_seconds for reward in rewards.values())
-        self._names = list(rewards)
-        self._order = order
-        self._timeout = timeout
-        self._log = log
-        self._counts = counts
-        self._size = size
-        self._workers: list[GradingProcess] = []
-        # None stands for a worker that died: the next call starts another in its place.
-        self._free: asyncio.Queue[GradingProcess | None] = asyncio.Queue()
-        self._abilities: dict[str, Ability] = {}
-        self._numbers = itertools.count()
+    rewards: Mapping[str, Reward]
+    """By name."""
+    order: Order
+    """What each process is told first."""
+    size: int
+    """Processes."""
+    timeout: float
+    """Seconds one reward may take for one rollout, where it does not say itself how long a call may."""
+    log: Path | None
+    """File for what rewards print; None: our own stderr."""
+    counts: Counter[str]
+    """Where processes that had to be replaced are counted, as restarts."""
+    _workers: list[GradingProcess] = field(default_factory=list)
+    # None stands for a worker that died: the next call starts another in its place.
+    _free: asyncio.Queue[GradingProcess | None] = field(default_factory=asyncio.Queue)
+    _abilities: dict[str, Ability] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=count)
 
     async def open(self) -> None:
         """Start all workers at once and wait until they are ready; raises as ``grade``."""
-        for worker in await together([self._start() for _ in range(self._size)]):
+        for worker in await together([self._start() for _ in range(self.size)]):
             self._free.put_nowait(worker)
 
     async def close(self) -> None:
@@ -96,7 +82,7 @@ class Pool:
                     await self._collect(worker, rollouts, batches, outcomes, group)
                 except WorkerDied as death:
                     worker = None
-                    self._counts["restarts"] += 1
+                    self.counts["restarts"] += 1
                     batch = batches.popleft()
                     killed.update(batch if death.killed else ())
                     if len(batch) > 1 or (death.killed and killed[batch[0]] <= RETRIES):
@@ -134,16 +120,16 @@ class Pool:
 
     def _batches(self, rows: tuple[int, ...]) -> Batches:
         """All calls for a group, async ones together; one for each rollout, or for all where a reward takes groups."""
-        groups = [name for name in self._names if self._abilities[name].takes_groups]
-        calls = [self._call(name, (row,)) for row in rows for name in self._names if name not in groups]
+        groups = [name for name in self.rewards if self._abilities[name].takes_groups]
+        calls = [self._call(name, (row,)) for row in rows for name in self.rewards if name not in groups]
         calls += [self._call(name, rows) for name in groups]
         together = [call for call in calls if self._abilities[call.name].is_async]
         singly = [[call] for call in calls if not self._abilities[call.name].is_async]
         return deque([together, *singly] if together else singly)
 
     def _call(self, name: str, rows: tuple[int, ...]) -> RewardCall:
-        seconds = self._call_seconds[name]
-        return RewardCall(next(self._numbers), name, rows, self._timeout * len(rows) if seconds is None else seconds)
+        seconds = self.rewards[name].call_seconds
+        return RewardCall(next(self._numbers), name, rows, self.timeout * len(rows) if seconds is None else seconds)
 
     async def _free_worker(self) -> GradingProcess | None:
         if not self._free.empty():
@@ -152,6 +138,7 @@ class Pool:
             return await self._free.get()
 
     async def _start(self) -> GradingProcess:
-        worker, self._abilities = await GradingProcess.start(self._order, self._start_seconds, self._log)
+        seconds = max(reward.start_seconds for reward in self.rewards.values())
+        worker, self._abilities = await GradingProcess.start(self.order, seconds, self.log)
         self._workers = [*(other for other in self._workers if other.alive), worker]
         return worker

@@ -79,8 +79,8 @@ class Graders:
         pool_names = [*([shared] if shared else []), *([name] for name in alone)]
         self._pools = [
             Pool(
-                {name: rewards[name] for name in names},
-                Order({name: packed[name] for name in names}, steps),
+                rewards={name: rewards[name] for name in names},
+                order=Order({name: packed[name] for name in names}, steps),
                 size=1 if names[0] in alone else max(1, workers),
                 timeout=timeout,
                 log=log,
