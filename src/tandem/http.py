@@ -167,8 +167,12 @@ class HttpClient:
             raise ResponseLost(f"{self.name} broke off {path}: {reason}", reason) from error
         if response.status >= 400:
             reason = " ".join(content.decode(errors="replace")[:500].split()) or response.reason or "no reason given"
-            refusal, later = f"{self.name} answers {path} with {response.status}", response.headers.get("Retry-After")
-            raise HttpStatusError(f"{refusal}: {reason}", reason, response.status, _seconds(later))
+            raise HttpStatusError(
+                f"{self.name} answers {path} with {response.status}: {reason}",
+                reason,
+                response.status,
+                _seconds(response.headers.get("Retry-After")),
+            )
         return HttpResponse(body=content, headers=response.headers)
 
     def _opened(self) -> aiohttp.ClientSession:

@@ -95,10 +95,14 @@ class Task:
         # Authors of environments make these: a mistake raises where it was made.
         messages: Iterable[object] = self.prompt
         if wrong := [message for message in messages if not isinstance(message, Message)]:
-            expected = "must be messages, such as (tandem.Message(role='user', content='...'),)"
-            raise TypeError(f"the prompt of task {self.id} {expected}, not a {type(wrong[0]).__name__}")
+            raise TypeError(
+                f"the prompt of task {self.id} must be messages, such as (tandem.Message(role='user', "
+                f"content='...'),), not a {type(wrong[0]).__name__}"
+            )
         if not isinstance(self.answer, str):
-            raise TypeError(f"the answer of task {self.id} must be a text or '', not a {type(self.answer).__name__}")
+            raise TypeError(
+                f"the answer of task {self.id} must be a text, which may be empty, not a {type(self.answer).__name__}"
+            )
 
 
 def column(columns: Mapping[str, Json], name: str) -> Json:

@@ -115,7 +115,9 @@ class Ledger(Journal):
             except (sqlite3.Error, OSError) as error:
                 self._failure = error
         if self._failure is not None:
-            raise BrokerError(f"{self.path} cannot be written ({self._failure}); nothing is accepted until a restart")
+            raise BrokerError(
+                f"{self.path} cannot be written ({self._failure}); nothing is accepted until the broker is restarted"
+            )
 
     # --- what the store records ---
 

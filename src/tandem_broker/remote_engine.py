@@ -67,15 +67,19 @@ class RemoteServer(UrlServer):
             self.kind, self.context = "tandem", info.context
             served.append(info.model)
             if info.logprobs != "processed_logprobs":
-                remedy = "which leave the temperature out; start it with --logprobs-mode processed_logprobs"
-                raise EngineError(f"{self.name} gives {info.logprobs}, {remedy}")
+                raise EngineError(
+                    f"{self.name} gives {info.logprobs}, which leave the temperature out; start it with "
+                    "--logprobs-mode processed_logprobs"
+                )
         elif (await self.ask("POST", "/generate", PROBE))[0] < 400:
             self.kind = "atropos"
         elif not served:
             raise EngineError(f"{self.name} has neither /generate nor {MODELS}; look at the url")
         if served and model not in served:
-            remedy = f"say engine.model={served[0]} if that is the same model, else change model or the engine's url"
-            raise ConfigError(f"{self.name} serves {', '.join(served)}, not {model}; {remedy}")
+            raise ConfigError(
+                f"{self.name} serves {', '.join(served)}, not {model}; if it is the same model under another name, say "
+                f"engine.model={served[0]}; otherwise change model or the engine's url"
+            )
 
     async def _fetch(self, path: str, kind: type[T]) -> T | None:
         """What it answers; None where it has no such route, or another by that name."""

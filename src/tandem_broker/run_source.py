@@ -224,8 +224,10 @@ class BrokerSource:
         await self.broker.register(run)
         batch_size = (await self.broker.info()).batch_size
         if batch_size != run.batch_size:
-            sizes = f"serves batches of {batch_size} sequences and this run takes {run.batch_size}"
-            raise BrokerError(f"the broker {sizes}; restart it, or GET /reset_data, which also drops what is queued")
+            raise BrokerError(
+                f"the broker serves batches of {batch_size} sequences and this run takes {run.batch_size}; restart the "
+                "broker, or GET /reset_data, which also drops what is queued"
+            )
 
     async def _renew(self) -> None:
         """Keep what is held from being served to others. Each lease is renewed twice before it would run out."""
@@ -321,8 +323,10 @@ class BrokerSource:
         for settings in (scored.generation_params, scored.group_overrides, *(scored.overrides or ())):
             if isinstance(settings, Mapping) and (name := differing(self.sampling, settings)) is not None:
                 whose = named(str((scored.group_overrides or {}).get("tandem_env") or scored.env_id))
-                ours = f"and this run with {getattr(self.sampling, name):g}; give both the same sampling.{name}"
-                raise BrokerError(f"environment {whose} samples with {name} {settings[name]}, {ours}")
+                raise BrokerError(
+                    f"environment {whose} samples with {name} {settings[name]}, and this run computes logprobs with "
+                    f"{getattr(self.sampling, name):g}; give both the same sampling.{name}"
+                )
 
     def _count(self, notes: Notes, malformed: Sequence[str], arrived: Sequence[Group]) -> None:
         """Count what could not be read, and tell each kind of it once."""

@@ -75,7 +75,7 @@ def test_what_is_no_test_is_refused() -> None:
 
 def test_a_kernel_without_namespaces_is_told_unless_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_tests._sandbox(), "isolated", False)
-    with pytest.raises(RewardError, match="kernel gives no namespaces"):
+    with pytest.raises(RewardError, match="gives this user no namespaces"):
         CodeTests().prepare()
     CodeTests(isolated=False).prepare()
 

@@ -70,7 +70,7 @@ def test_rewards_are_functions_lists_and_mappings(forms: Any, options: Any) -> N
 
 
 def test_two_rewards_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="have one name; name them"):
+    with pytest.raises(ConfigError, match="have one name; give each its own"):
         described.rewards([right, right])
 
 

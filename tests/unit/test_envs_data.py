@@ -204,7 +204,7 @@ def test_messages_column(tmp_path: Path) -> None:
         ),
         ([{"role": "user"}], "each with role and content"),
         ([{"role": "user", "content": [{"type": "image"}]}], "only text can be trained on"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}], "tool_calls .* functions' names"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}], "tool_calls .* a function's name"),
         ("", None),
         (None, "should hold text, got None"),
         (True, "should hold text, got True"),

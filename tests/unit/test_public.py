@@ -193,7 +193,7 @@ def test_a_process_trains_one_run_at_a_time(recipe: dict[str, Any]) -> None:
     refused: list[str] = []
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
-        with pytest.raises(tandem.TandemError, match="is training a run already") as caught:
+        with pytest.raises(tandem.TandemError, match="a process trains one at a time") as caught:
             tandem.train({**recipe, "name": "b"})
         refused.append(str(caught.value))
 
@@ -283,8 +283,8 @@ def test_what_is_no_recipe_is_refused_by_its_type(recipe: dict[str, Any]) -> Non
     [
         ({"prompt": ({"role": "user", "content": "?"},)}, "task 7 must be messages, such as .*not a dict"),
         ({"prompt": "What is 3 + 4?"}, "task 7 must be messages, such as .*not a str"),
-        ({"answer": 7}, "the answer of task 7 must be a text or '', not a int"),
-        ({"answer": None}, "the answer of task 7 must be a text or '', not a NoneType"),
+        ({"answer": 7}, "the answer of task 7 must be a text, which may be empty, not a int"),
+        ({"answer": None}, "the answer of task 7 must be a text, which may be empty, not a NoneType"),
     ],
 )
 def test_a_task_is_made_of_messages_and_text(wrong: dict[str, Any], says: str) -> None:
@@ -313,7 +313,7 @@ def test_a_recipe_takes_numbers_of_numpy_and_refuses_what_no_file_can_hold(recip
     overrides = {"optimizer.lr": np.float64(1e-5), "steps": np.int64(3)}
     assert tandem.Recipe.load({**recipe, **numbers}) == tandem.Recipe.load(recipe, overrides)
     assert type(tandem.Recipe.load({**recipe, **numbers}).config.optimizer.lr) is float
-    with pytest.raises(ConfigError, match=r"cannot hold a Arithmetic: .* your own as a mapping"):
+    with pytest.raises(ConfigError, match=r"cannot hold a Arithmetic: .* mapping of its class and options"):
         tandem.Recipe.load({**recipe, "env": Arithmetic()})
     with pytest.raises(ConfigError, match="cannot hold a set"):
         tandem.Recipe.load(recipe, {"loggers": {"console"}})

@@ -205,7 +205,7 @@ def test_a_file_is_run_once() -> None:
 def test_a_plug_in_of_ms_swift_says_that_it_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree("swift")
     text = "from swift.plugin import orms\norms['mine'] = lambda completions, **_: [1.0]\n"
-    message = r"plugin\.py imports ms-swift, which is not installed here; pip install ms-swift, or write"
+    message = r"plugin\.py imports ms-swift, which is not installed here; install it \(pip install ms-swift\), or write"
     with pytest.raises(RewardError, match=message):
         plugin(text).prepare()
     with pytest.raises(ConfigError, match=f"--external_plugins: {message}"):

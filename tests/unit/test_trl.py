@@ -129,7 +129,7 @@ def test_a_field_that_cannot_be_had_is_told_as_the_configuration_is_made(fields:
     [
         ({"callbacks": [Saves]}, r"callbacks: Saves.on_save: only on_init_end, .* are called"),
         ({"tools": [len], "trian": 1}, "2 problems:\n  tools: it has no .*environment.*\n  trian: .* no such argument"),
-        ({"peft_config": object()}, "peft_config: PEFT's plain LoRA is trained"),
+        ({"peft_config": object()}, "peft_config: Tandem trains PEFT's plain LoRA"),
     ],
 )
 def test_an_argument_without_a_counterpart_is_named(arguments: Any, says: str) -> None:

@@ -271,7 +271,9 @@ class TextRequest(CompletionRequest, kw_only=True):
             ids = prompt if isinstance(prompt, list) else (None,)
             fine = isinstance(prompt, str) or all(type(id) is int and 0 <= id < vocabulary for id in ids)
             if not fine or not prompt:
-                raise BadRequest(f"prompt must be text, ids below {vocabulary}, or a list of such", param="prompt")
+                raise BadRequest(
+                    f"prompt must be text, token ids below {vocabulary}, or a list of such", param="prompt"
+                )
         if len(prompts) * self.answers > MOST:
             raise BadRequest(f"prompts times n must be {MOST} at most", param="n")
         return list(prompts)

@@ -64,7 +64,9 @@ def rewards(rewards: Any) -> Any:
         return {_name(name): _reward(name, value) for name, value in rewards.items()}
     names = [_name(reward) for reward in rewards]
     if len(set(names)) < len(names):
-        raise ConfigError(f'rewards: two of {names} have one name; name them, as in rewards={{"short": f, "right": g}}')
+        raise ConfigError(
+            f'rewards: two of {names} have one name; give each its own, as in rewards={{"short": f, "right": g}}'
+        )
     return dict(zip(names, (_reward(reward, 1.0) for reward in rewards), strict=True))
 
 
@@ -99,8 +101,10 @@ def _rows(data: Any) -> list[dict[str, Any]]:
         data = data.to_dict("records")
     rows = [_row(row) for row in data] if isinstance(data, Iterable) else []
     if not rows:
-        expected = "rows, a datasets.Dataset, a file's path or the name of a data set or an environment"
-        raise ConfigError(f"data is a {type(data).__name__} without rows; expected {expected}")
+        raise ConfigError(
+            f"data is a {type(data).__name__} without rows; expected rows, a datasets.Dataset, a file's path or the "
+            "name of a data set or an environment"
+        )
     return rows
 
 
@@ -111,15 +115,17 @@ def _row(row: Any) -> dict[str, Any]:
         return {"prompt": row}
     if isinstance(row, tuple) and len(row) == 2:
         return {"prompt": row[0], "answer": row[1]}
-    raise ConfigError(f"a row of data is a {type(row).__name__}; expected a mapping, a prompt, or (prompt, answer)")
+    raise ConfigError(
+        f"a row of data is a {type(row).__name__}; expected a mapping of columns, a prompt, or (prompt, answer)"
+    )
 
 
 def _columns(row: Mapping[str, Any], where: str) -> dict[str, str]:
     """Which columns are the prompt and the gold answer."""
     prompt = next((name for name in _PROMPTS if name in row), None)
     if prompt is None:
-        remedy = "name the one with the prompt, as in data={'path': ..., 'prompt': 'text'}, or rename it"
         raise ConfigError(
-            f"{where} has no column called {', '.join(_PROMPTS)}, but {', '.join(map(str, row))}; {remedy}"
+            f"{where} has no column called {', '.join(_PROMPTS)}, but {', '.join(map(str, row))}; name the one with "
+            "the prompt, as in data={'path': ..., 'prompt': 'text'}, or rename it"
         )
     return {"prompt": prompt, "answer": next((name for name in _ANSWERS if name in row), "")}

@@ -68,8 +68,10 @@ class Recipe:
         elif isinstance(options, str | Path):
             loaded = recipes.load(Path(options), texts)
         else:
-            what = f"not a {type(source).__name__}; that of a run is run.recipe, and run.resume() goes on with it"
-            raise ConfigError(f"a recipe is a mapping of options, the path of a file or a tandem.Recipe, {what}")
+            raise ConfigError(
+                f"a recipe is a mapping of options, the path of a file or a tandem.Recipe, not a "
+                f"{type(source).__name__}; that of a run is run.recipe, and run.resume() goes on with it"
+            )
         return cls(config=loaded.config, written=loaded.options, notes=loaded.notes)
 
     @property
@@ -119,8 +121,10 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Real):  # numpy's too
         return int(value) if isinstance(value, Integral) else float(value)
-    remedy = "write plain values, and a part of your own as a mapping such as {'kind': MyEnv, 'size': 10}"
-    raise ConfigError(f"a recipe cannot hold a {type(value).__name__}: {str(value)[:60]!r}; {remedy}")
+    raise ConfigError(
+        f"a recipe cannot hold a {type(value).__name__}: {str(value)[:60]!r}; write plain values, and a part of your "
+        "own as a mapping of its class and options, such as {'kind': MyEnv, 'size': 10}"
+    )
 
 
 def _import_path(part: Any) -> str:

@@ -338,7 +338,10 @@ def trained(
     if inspect.iscoroutinefunction(on_step):
         raise TandemError("on_step is an async function, which nothing awaits; write it as a plain def")
     if not _training.acquire(blocking=False):
-        raise TandemError("this process is training a run already; wait for its end, or train in another process")
+        raise TandemError(
+            "this process is training a run already, and a process trains one at a time; wait until that one is done, "
+            "or train this one in a process of its own"
+        )
     try:
         from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest loads
 

@@ -41,20 +41,27 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
     if digest(config) != begun or any(_option(o) in ("runs", "name") for o in fixed):
         free = [o for o in fixed if _option(o) in ("sync", "engine") and digest(load(recipe, [o]).config) == begun]
         culprit = next((o for o in fixed if o not in free), overrides[-1])
-        kept = f"a resumed run keeps its {_option(culprit)!r}, for it would be another run"
-        engines = f"where engines run (engine, but for {', '.join(sorted(ENGINE_KEEPS))})"
-        may = f"{', '.join(sorted(RESUMABLE))}, how weights travel (sync, but for sync.every) and {engines}"
-        remedy = f"To change more, start a new run from {recipe}"
-        raise ConfigError(f"command line: {culprit}: {kept}; these may change: {may}. {remedy}")
+        raise ConfigError(
+            f"command line: {culprit}: a resumed run keeps its {_option(culprit)!r}, for it would be another run; "
+            f"these may change: {', '.join(sorted(RESUMABLE))}, how weights travel (sync, but for sync.every) and "
+            f"where engines run (engine, but for {', '.join(sorted(ENGINE_KEEPS))}). To change more, start a new run "
+            f"from {recipe}"
+        )
     if without := re.search(rf"\w+://[^\s/]*:{re.escape(REDACTED)}@[^\s']*", str(loaded.options)):
-        remedy = "give that option anew, as name=URL with the password in it"
-        raise ConfigError(f"{recipe} does not hold the password of {without.group()}; {remedy}")
+        raise ConfigError(
+            f"{recipe} does not hold the password of {without.group()}; give that option anew, as name=URL with the "
+            "password in it"
+        )
     if config.checkpoint.save != "all":
-        saves = f"saves {config.checkpoint.save} (checkpoint: {config.checkpoint.save})"
-        raise ConfigError(f"{folder} {saves}: it cannot be gone on with; start a run anew from {recipe}")
+        raise ConfigError(
+            f"{folder} saves {config.checkpoint.save} (checkpoint: {config.checkpoint.save}): it cannot be gone on "
+            f"with; start a run anew from {recipe}"
+        )
     if config.optimizer.schedule != "constant" and any(_option(o) == "steps" for o in overrides):
-        why = f"the {config.optimizer.schedule} schedule ends at the last step, so that it would be another run"
-        raise ConfigError(f"command line: steps: {why}; start one from {recipe}")
+        raise ConfigError(
+            f"command line: steps: the {config.optimizer.schedule} schedule of this run ends at its last step, so "
+            f"another number of steps is another run; start one from {recipe}"
+        )
     return config
 
 
@@ -80,7 +87,9 @@ def weights_of(run: Path, step: int | None) -> Path:
     for name in ("model", "adapter"):
         if (checkpoint / name).is_dir():
             return checkpoint / name
-    raise CheckpointError(f"{checkpoint} is damaged: it has neither model nor adapter; choose another with --step")
+    raise CheckpointError(
+        f"{checkpoint} has neither model nor adapter; the checkpoint is damaged, choose another with --step"
+    )
 
 
 def to_evaluate(target: Path, overrides: Sequence[str], step: int | None) -> tuple[RunConfig, Path | None]:

@@ -51,8 +51,9 @@ class TasksetEpisodes:
         episode = await self.env.run_slot(slot, vf.ModelContext(model="policy", client=client))
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            why = "; ".join(f"{error.type}: {error.message}" for error in errors)
-            raise RuntimeError(why or "it was not completed")
+            raise RuntimeError(
+                "; ".join(f"{error.type}: {error.message}" for error in errors) or "it was not completed"
+            )
         (trace,) = episode.traces  # of one agent, whose turns are the rollout's
         scores = {f"rubric/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
         numbers = {f"state/{name}": value for name, value in trace.metrics.items() if value is not None}

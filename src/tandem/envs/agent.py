@@ -72,8 +72,9 @@ class Agent(Dataset):
         except TimeoutError:
             if not limit.expired():  # one of the agent's own
                 raise
-            late = f"took longer than {self.timeout_seconds:g} s; raise timeout_seconds"
-            raise EnvError(f"agent {self.agent!r} {late}") from None
+            raise EnvError(
+                f"agent {self.agent!r} took longer than {self.timeout_seconds:g} s; raise timeout_seconds"
+            ) from None
         turns = sum(message.role == "assistant" for message in chat.messages)
         if not turns:
             raise EnvError(f"agent {self.agent!r} never asked the policy; it must use the base URL that it is given")
@@ -138,5 +139,7 @@ def _function(path: str) -> Callable[[Task, str], Awaitable[Any]]:
     function = imported("agent", path)
     unwrapped: Any = inspect.unwrap(function)
     if not inspect.iscoroutinefunction(unwrapped) and not inspect.iscoroutinefunction(unwrapped.__call__):
-        raise EnvError(f"agent {path!r} is not async; write it with async def: the policy answers none that blocks")
+        raise EnvError(
+            f"agent {path!r} is not async; write it with async def, since the policy cannot answer one that blocks"
+        )
     return function

@@ -128,9 +128,10 @@ class Dataset(Environment):
         if self._columns:
             text = _PLACE.sub(lambda m: row.text(m[1]) if m[1] else m[0][0], self.prompt)
             if self.answer in self._columns and row.value(self.answer) not in ("", None):
-                remedy = f"for a word in braces write {{{{{self.answer}}}}}; if rewards need no answer, set answer: ''"
-                what = f"{{{self.answer}}} puts the gold answer into the prompt: {text[-200:]!r}"
-                raise EnvError(f"{row.where}: {what}; {remedy}")
+                raise EnvError(
+                    f"{row.where}: {{{self.answer}}} puts the gold answer into the prompt: {text[-200:]!r}; for a word "
+                    f"in braces write {{{{{self.answer}}}}}, and if rewards do not compare with it set answer: ''"
+                )
             return self._opening(text)
         value = row.value(self.prompt)
         if not isinstance(value, list) or not self.chat:
@@ -178,7 +179,9 @@ def _calls(calls: Any, whose: str) -> list[Json]:
     for call in calls if isinstance(calls, list) else [{}]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise EnvError(f"{whose} should be a list of functions' names and arguments, got {str(calls)[:80]!r}")
+            raise EnvError(
+                f"{whose} should be a list, each with a function's name and arguments, got {str(calls)[:80]!r}"
+            )
         arguments: Json = function.get("arguments")
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -63,9 +63,11 @@ class CodeTests(Reward):
             RewardError: programs could reach the machine, and ``isolated`` asks that they cannot.
         """
         if self.isolated and not _sandbox().isolated:
-            allow = "sysctl kernel.unprivileged_userns_clone, or the container's seccomp profile"
-            remedy = f"allow them ({allow}), or set isolated: false where a program may do what you may"
-            raise RewardError(f"reward code_tests cannot isolate programs: the kernel gives no namespaces; {remedy}")
+            raise RewardError(
+                "reward code_tests cannot keep programs away from this machine: its kernel gives this user no "
+                "namespaces (sysctl kernel.unprivileged_userns_clone, or the container's seccomp profile); allow them, "
+                "or set isolated: false where a program that nobody has read may do what you may"
+            )
 
     def __call__(self, rollout: Rollout) -> float:
         tests = list(read_tests(column(rollout.task.meta, self.tests)))

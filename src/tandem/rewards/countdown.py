@@ -29,7 +29,7 @@ class CountdownReward(Reward):
         meta = rollout.task.meta
         if "numbers" not in meta or "target" not in meta:
             raise ValueError(
-                f"task {rollout.task.id} needs numbers and target in its meta, which has {', '.join(meta)}"
+                f"task {rollout.task.id} needs meta['numbers'] and meta['target']; it has: {', '.join(meta)}"
             )
         try:
             expression = evaluate(self._written(rollout.final_message), "+-*/")

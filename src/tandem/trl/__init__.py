@@ -20,5 +20,9 @@ def __getattr__(name: str) -> Any:
     """Load a name when it is first used."""
     for point in entry_points(group="tandem.trl", name=name):
         return point.load()
-    known = ", ".join(entry_points(group="tandem.trl").names)
-    raise AttributeError(f"tandem.trl has no {name!r}; it has {known}, and others by: tandem list rewards", name=name)
+    raise AttributeError(
+        f"tandem.trl has no {name!r}; of TRL it has GRPOConfig, GRPOTrainer, accuracy_reward, "
+        "reasoning_accuracy_reward and think_format_reward; rewards by length and repetition are kinds of "
+        "tandem list rewards",
+        name=name,
+    )

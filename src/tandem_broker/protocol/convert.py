@@ -311,8 +311,10 @@ class _GroupReader:
         if not rows:
             if self._rules.policy_logprobs:
                 return [UNKNOWN_LOGPROB] * len(sampled)
-            remedy = "let it send them (in Atropos: managed_server), or set broker.missing_logprobs: policy"
-            raise BrokerError(f"group {self._id} of environment {self.env} has no inference_logprobs; {remedy}")
+            raise BrokerError(
+                f"group {self._id} of environment {self.env} has no inference_logprobs; let it send them (in Atropos: "
+                "managed_server), or set broker.missing_logprobs: policy to train as if the policy of now had sampled"
+            )
         logprobs = [rows[at][place] for place in sampled]
         if max(logprobs) > 1e-3:
             raise _Refused("malformed", f"a trained token has a logprob that is none: {max(logprobs):g}")

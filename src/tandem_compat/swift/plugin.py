@@ -116,8 +116,10 @@ def _run(files: tuple[tuple[str, str], ...]) -> Registered:
         except ModuleNotFoundError as error:
             if error.name != "swift":
                 raise
-            remedy = f"pip install ms-swift, or write the reward as a function ({DOCS}/guide/rewards/)"
-            raise RewardError(f"{file} imports ms-swift, which is not installed here; {remedy}") from error
+            raise RewardError(
+                f"{file} imports ms-swift, which is not installed here; install it (pip install ms-swift), or write "
+                f"the reward as a function and name it in a recipe's rewards ({DOCS}/guide/rewards/)"
+            ) from error
     return {key: thing for key, thing in _registry().items() if before.get(key) is not thing}
 
 

@@ -31,11 +31,16 @@ def started(model: Any, runs: Path) -> tuple[str, Any]:
         ConfigError: it is no model of transformers, or its adapter was trained.
     """
     if not hasattr(model, "name_or_path"):
-        raise ConfigError(f"model is a {type(model).__name__}; give one of transformers or PEFT, or its name or folder")
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give a model of transformers or PEFT, its name or folder"
+        )
     adapter = model.active_peft_config if hasattr(model, "active_peft_config") else None
     weights = model.state_dict()
     if any("lora_B" in name and bool(value.any()) for name, value in weights.items()):
-        raise ConfigError("model has a trained adapter; give model.merge_and_unload(), and peft_config for a new one")
+        raise ConfigError(
+            "model has an adapter that was trained, and a run starts with a new one; give model.merge_and_unload() "
+            "and peft_config"
+        )
     base = model.get_base_model() if adapter is not None else model
     name = base.name_or_path
     plain = {_plain(key): value for key, value in base.state_dict().items() if "lora_" not in key}

@@ -204,7 +204,9 @@ def _rewards(each: Sequence[Any], weights: Sequence[float] | None) -> dict[str, 
 def _adapter(peft_config: Any) -> dict[str, Any]:
     """The trainable of a ``peft.LoraConfig``."""
     if type(peft_config).__name__ != "LoraConfig" or peft_config.use_dora or peft_config.modules_to_save:
-        raise ConfigError("peft_config: PEFT's plain LoRA is trained: give a LoraConfig without DoRA and saved modules")
+        raise ConfigError(
+            "peft_config: Tandem trains PEFT's plain LoRA: give a LoraConfig without DoRA and saved modules"
+        )
     alpha = peft_config.lora_alpha * (peft_config.r**0.5 if peft_config.use_rslora else 1)
     modules = peft_config.target_modules
     chosen = {} if modules is None else {"target_modules": modules if isinstance(modules, str) else sorted(modules)}
