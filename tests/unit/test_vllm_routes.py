@@ -498,9 +498,11 @@ def test_who_sleeps_may_sleep_longer_than_a_pause_may_last() -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause", {"seconds": 0.02})
         await c.post("/bridge/sleep", {"level": 1})
-        assert c.front.lease.report and c.front.lease.report["seconds_left"] is None
+        asleep = c.front.lease.report
         await c.post("/bridge/wake", {"seconds": 500})
-        assert c.front.lease.report and c.front.lease.report["seconds_left"]
+        awake = c.front.lease.report
+        assert asleep and awake
+        assert (asleep["seconds_left"], awake["seconds_left"]) == (None, pytest.approx(500, abs=20))
         c.front.lease.end()
 
     run(body)
