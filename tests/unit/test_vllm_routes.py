@@ -501,7 +501,8 @@ def test_who_sleeps_may_sleep_longer_than_a_pause_may_last() -> None:
         asleep = c.front.lease.report
         await c.post("/bridge/wake", {"seconds": 500})
         awake = c.front.lease.report
-        assert asleep and awake
+        assert asleep is not None
+        assert awake is not None
         assert (asleep["seconds_left"], awake["seconds_left"]) == (None, pytest.approx(500, abs=20))
         c.front.lease.end()
 
