@@ -117,8 +117,8 @@ class RunConfig:
     micro_batch_tokens: int = bounded(1024, least=1)
     """Most tokens that a rank computes in one forward and backward; lowers memory, changes no result."""
     packing: Literal["auto", "tree", "plain"] = "auto"
-    """How what sequences share is computed: once (tree), or with each (plain); auto: tree where a small random copy of
-    the model computes the same by it as of one sequence at a time."""
+    """How what sequences share is computed: once (tree), or with each (plain); auto: tree, or else once where sequences
+    begin with it, where a small random copy of the model computes the same as of one sequence at a time."""
     router_replay: bool = False
     """Of a mixture of experts: train each token on the experts that the engine routed it to, not on those that the
     trainer's rounding would choose; lowers the mismatch of logprobs."""

@@ -15,7 +15,7 @@ Everything here but ``local_parameters`` is collective: all ranks call it, in th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +103,8 @@ class ShardedWeights:
             self._cut(layer, reshard_after_forward=True)
         # Embeddings, last norm and head: needed at both ends of a pass, so they stay until the backward pass is over.
         self._cut(self.causal, reshard_after_forward=False)
-        setattr(self.causal, BACKBONE, MethodType(packing.hidden, self.causal))
+        # By one pass: parts of weights are collected in each, which takes all ranks.
+        setattr(self.causal, BACKBONE, partial(packing.hidden, self.causal, at_once=True))
         register_fsdp_forward_method(self.causal, BACKBONE)
 
     def _cut(self, module: nn.Module, *, reshard_after_forward: bool) -> None:

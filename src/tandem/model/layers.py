@@ -23,6 +23,7 @@ from tandem.model import _varlen, compilation
 from tandem.model.compilation import Compile
 from tandem.model.context import ContextPacked
 from tandem.model.plans import Decode, Packed
+from tandem.model.unfolded import PrefixCache
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,12 @@ class _Way:
         plan = kwargs.get("plan")
         if isinstance(plan, Decode) or (isinstance(plan, Packed) and plan.store is not None):
             return self._eager(layer, hidden, *args, **kwargs)
+        if any(isinstance(value, PrefixCache) for value in kwargs.values()):
+            # Eager: the compiler would make code for each layer, since each asks for its own part of the cache.
+            run = self._eager
+            if torch.is_grad_enabled() and self._checkpointing != "none":
+                run = recomputed(run, self._checkpointing)
+            return run(layer, hidden, *args, **kwargs)
         if self._scores is None:
             # Not before: the weights may have moved to another device after they were loaded.
             self._choose(compilation.decide(self._compile, hidden.device), hidden)

@@ -1,7 +1,7 @@
 """How a model computes a packed row, chosen by comparing on a small random copy when the model is first met.
 
-As a *tree* what sequences share is computed once, by Tandem's attention. *Plain* unfolds the row to sequences, padded
-on the right, and runs transformers' own forward: a causal model never sees what comes after a token.
+As a *tree* what sequences share is computed once, by Tandem's attention. The other ways unfold the row and run
+transformers' own forward: by *prefix* what sequences begin with is computed once, *plain* with each of them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,15 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tandem.errors import ConfigError
-from tandem.model import routing
+from tandem.model import routing, unfolded
 from tandem.model.attention import NAME, Packed, Plan, sequential_positions
 from tandem.model.context import ContextPacked
 from tandem.model.logprobs import LogitEnd
-from tandem.model.plans import moved
-from tandem.model.routing import Routing
 
 Packing = Literal["auto", "tree", "plain"]
 
 CLOSE = 1e-5
 """Most relative distance of logits and gradients between two right ways: wrong ones are 1e-2 apart and more."""
-_MOST_PADDED = 1.25
-"""Tokens of a plain batch, padding included, in those of its sequences."""
 _MOST_PARAMETERS = 100_000_000
 """Of a copy that is compared, on the host."""
 _PREFIX, _TAILS = 12, (7, 10, 15)
@@ -59,7 +55,7 @@ _LARGEST = {
 class Choice(NamedTuple):
     """How a model is computed."""
 
-    packing: Literal["tree", "plain"]
+    packing: Literal["tree", "prefix", "plain"]
     why: str
     """In words, with the figures."""
 
@@ -98,8 +94,8 @@ def backbone(causal: Any) -> Any:
     return next(child for child in causal.children() if isinstance(child, PreTrainedModel)).get_decoder()
 
 
-def hidden(causal: Any, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> Tensor:
-    """Last hidden states of packed or decoded tokens, (B, T, hidden size)."""
+def hidden(causal: Any, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan, *, at_once: bool = False) -> Tensor:
+    """Last hidden states of packed or decoded tokens, (B, T, hidden size); ``at_once``: by one pass of the model."""
     model, experts = backbone(causal), routing.of(causal)
     if experts is not None:
         experts.begin()
@@ -109,7 +105,7 @@ def hidden(causal: Any, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> 
         return out.last_hidden_state  # type: ignore[no-any-return]
     if not isinstance(plan, Packed):
         raise ConfigError("packing: plain computes whole sequences on one rank; set distributed.context_parallel: 1")
-    return _unfolded(model, tokens_BT[0], plan, experts)[None]
+    return unfolded.hidden(model, tokens_BT[0], plan, experts, at_once=at_once)[None]
 
 
 def check_replay(config: Any) -> None:
@@ -159,41 +155,13 @@ def _experts(plan: Plan) -> Tensor | None:
     return None
 
 
-def _unfolded(model: nn.Module, tokens_T: Tensor, plan: Packed, experts: Routing | None) -> Tensor:
-    """Every sequence of the row by itself, in batches of like lengths; of what is shared the first copy counts."""
-    ends = np.cumsum(plan.lengths)
-    segments = [np.arange(end - length, end) for end, length in zip(ends, plan.lengths, strict=True)]
-    leaves = set(range(len(segments))) - set(plan.parents)
-    rows = [np.concatenate([segments[i] for i in (*plan.ancestors(leaf), leaf)]) for leaf in leaves]
-    rows.sort(key=len, reverse=True)
-    place_T, outs, start, before = np.full(len(tokens_T), -1), [], 0, 0
-    while start < len(rows):
-        end, longest = start + 1, len(rows[start])
-        while end < len(rows) and longest * (end + 1 - start) <= _MOST_PADDED * sum(map(len, rows[start : end + 1])):
-            end += 1
-        batch = np.zeros((end - start, longest), dtype=np.int64)
-        for i, row in enumerate(rows[start:end]):
-            batch[i, : len(row)] = row
-            new = place_T[row] < 0
-            place_T[row[new]] = before + i * longest + np.flatnonzero(new)
-        places_BL = moved(batch, tokens_T.device)
-        if experts is not None and plan.experts_TLK is not None:
-            experts.replay(plan.experts_TLK[places_BL.flatten()])
-        out = model(input_ids=tokens_T[places_BL], use_cache=False).last_hidden_state
-        outs.append(out.flatten(0, 1))
-        start, before = end, before + batch.size
-    places_T = moved(place_T, tokens_T.device)
-    if experts is not None:
-        experts.arrange(places_T)
-    return torch.cat(outs)[places_T]
-
-
 class Comparison(NamedTuple):
     """Relative distances of a small copy's logits and gradient from those of one sequence at a time, or what failed."""
 
     tree: float | str
+    prefix: float | str
     plain: float | str
-    """Not computed, and 0, where the tree is right."""
+    """Not computed, and 0, where a faster way is right; of ``prefix`` the same."""
     end: LogitEnd | None
     """What the model does to its head's logits."""
 
@@ -227,8 +195,9 @@ def _compare(config: Any) -> Comparison:
                 case = Case(copy.deepcopy(model).double())
             except RuntimeError:  # its kernels do not have that
                 case = Case(model)
-            tree = case.error(NAME)
-            return Comparison(tree, 0.0 if _is_close(tree) else case.error(None), case.end)
+            tree = case.error("tree")
+            prefix = 0.0 if _is_close(tree) else case.error("prefix")
+            return Comparison(tree, prefix, 0.0 if _is_close(prefix) else case.error("plain"), case.end)
     finally:
         logging.disable(logged)
 
@@ -256,15 +225,19 @@ def chosen(config: Any, packing: Packing = "auto") -> Choice:
         ConfigError: it cannot be computed right, or not in the way asked for.
     """
     comparison = compared(config)
+    tree = _distance(comparison.tree)
     if packing == "tree" and not _is_close(comparison.tree):
-        off = _distance(comparison.tree)
-        raise ConfigError(f"packing: tree does not fit a {config.model_type} model: {off}; use auto")
+        raise ConfigError(f"packing: tree does not fit a {config.model_type} model: {tree}; use auto")
     if packing != "plain" and _is_close(comparison.tree):
         return Choice("tree", f"exact within {comparison.tree:.0e}")
+    if packing != "plain" and _is_close(comparison.prefix):
+        return Choice("prefix", f"exact within {comparison.prefix:.0e}; as a tree {tree}")
     if not _is_close(comparison.plain):
         off = f"unfolded to rows {_distance(comparison.plain)}, and at most {CLOSE:.0e} is allowed"
         raise ConfigError(f"a {config.model_type} model cannot be trained: {off}; use a model of another architecture")
-    return Choice("plain", "asked for" if _is_close(comparison.tree) else f"as a tree {_distance(comparison.tree)}")
+    if _is_close(comparison.prefix):
+        return Choice("plain", "asked for")
+    return Choice("plain", f"as a tree {tree}; by prefix {_distance(comparison.prefix)}")
 
 
 class Case:
@@ -278,38 +251,44 @@ class Case:
         vocabulary, width = self.head.weight.shape
         self.end = _end(causal, torch.randn(1, 8, width, dtype=self.head.weight.dtype))
         prefix, *tails = (torch.randint(3, min(vocabulary, 500), (n,)) for n in (_PREFIX, *_TAILS))
-        self.tokens = torch.cat([prefix, *tails])
         # The gradient is of what one sequence alone has.
         self.slopes = [torch.randn(len(tail), vocabulary, dtype=self.head.weight.dtype) for tail in tails]
-        sequences = [torch.cat([prefix, tails[0]]), torch.cat([prefix, tails[1]]), tails[2]]
-        whole = [causal(input_ids=tokens[None], use_cache=False).logits[0] for tokens in sequences]
-        logits = [z[-n:] for z, n in zip(whole, _TAILS, strict=True)]
-        self.logits = torch.cat([whole[0][:_PREFIX], *logits]).detach()
-        self.gradient = self._gradient(logits)
+        self.segments = [prefix, *tails]
+        self.sequences = [torch.cat([prefix, tails[0]]), torch.cat([prefix, tails[1]]), tails[2]]
+        whole = [causal(input_ids=tokens[None], use_cache=False).logits[0] for tokens in self.sequences]
+        self.logits, self.gradient = self._results(whole)
 
     def _gradient(self, logits: list[Tensor]) -> Tensor:
         loss = torch.stack([(z * s).sum() for z, s in zip(logits, self.slopes, strict=True)]).sum()
         parts = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
         return torch.cat([part.flatten() for part in parts])
 
-    def error(self, attention: str | None) -> float | str:
+    def _results(self, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits and their gradient, of whole sequences' logits."""
+        tails = [z[-n:] for z, n in zip(sequences, _TAILS, strict=True)]
+        return torch.cat([sequences[0][:_PREFIX], *tails]).detach(), self._gradient(tails)
+
+    def error(self, way: str) -> float | str:
         """How far a packed row's logits and gradient are, or what failed."""
-        lengths = (_PREFIX, *_TAILS)
-        plan = Packed(lengths=lengths, parents=(None, 0, 0, None))
+        parts = self.sequences if way == "plain" else self.segments
+        lengths = tuple(map(len, parts))
+        plan = Packed(lengths=lengths, parents=(None,) * 3 if way == "plain" else (None, 0, 0, None))
         try:
-            self.causal.set_attn_implementation(attention or self.own)
-            if attention and not is_tree(self.causal):
+            self.causal.set_attn_implementation(NAME if way == "tree" else self.own)
+            if way == "tree" and not is_tree(self.causal):
                 return "its attention is not by transformers' interface"
             positions = torch.as_tensor(sequential_positions(plan))
-            logits = self.head(hidden(self.causal, self.tokens[None], positions[None], plan)[0])
+            logits = self.head(hidden(self.causal, torch.cat(parts)[None], positions[None], plan)[0])
             if self.end is not None:
                 logits = self.end(logits)
-            gradient = self._gradient(list(logits.split(lengths)[1:]))
+            z = list(logits.split(lengths))
+            whole = z if way == "plain" else [torch.cat([z[0], z[1]]), torch.cat([z[0], z[2]]), z[3]]
+            computed, gradient = self._results(whole)
         except Exception as error:
             return f"it fails ({' '.join(str(error).split())[:120] or type(error).__name__})"
         finally:
             self.causal.set_attn_implementation(self.own)
-        apart = (logits.detach() - self.logits).abs().amax() / self.logits.abs().amax()
+        apart = (computed - self.logits).abs().amax() / self.logits.abs().amax()
         return float(max(apart, (gradient - self.gradient).norm() / self.gradient.norm()).nan_to_num(torch.inf))
 
 

@@ -32,6 +32,7 @@ from tandem.model.plans import moved
 from tandem.model.policy import Policy
 from tandem.model.routing import OWN, Routing
 from tandem.trainer.balance import Balance, GroupSamples, rounds_of
+from tandem.trainer.pairs import is_cut
 from tandem.trainer.prefix_tree import Ints, PackedRow, PrefixTree
 from tandem.types import Group, Rollout, Sample
 
@@ -192,7 +193,7 @@ class Packer:
     @classmethod
     def of(cls, config: RunConfig, policy: Policy, *, ranks: int = 1) -> Self:
         """The packer of a recipe's micro-batches."""
-        shared = config.distributed.context_parallel
+        shared, ways = config.distributed.context_parallel, ("tree",) if is_cut(config) else ("tree", "prefix")
         return cls(
             advantage=_advantage(config),
             reduction=config.loss.reduction,
@@ -202,7 +203,8 @@ class Packer:
             device=policy.device if ranks == 1 else torch.device("cpu"),  # from which they are sent to their ranks
             width=policy.config.hidden_size,
             ranks=ranks // shared,  # those that share a micro-batch are as one
-            shares=packing.is_tree(policy.causal),
+            # Weights that are cut are computed with by one pass, in which only a tree shares.
+            shares=packing.chosen(policy.causal.config, config.packing).packing in ways,
             skip_zero=only_by_advantage(config),
             routing=routing.of(policy.causal) if config.router_replay else None,
             penalties=Penalties.of(config.sampling, sorted(policy.end_tokens)),

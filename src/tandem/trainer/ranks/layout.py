@@ -270,7 +270,7 @@ def check_model_heads(config: RunConfig, model_config: Any) -> None:
     Raises:
         ConfigError: names the option and the numbers that would do.
     """
-    if config.distributed.context_parallel > 1 and packing.chosen(model_config, config.packing).packing == "plain":
+    if config.distributed.context_parallel > 1 and packing.chosen(model_config, config.packing).packing != "tree":
         raise ConfigError(f"{CONTEXT_PARALLEL}: {model_config.model_type} is not packed as a tree; set it to 1")
     text = model_config.get_text_config()
     query_heads = getattr(text, "num_attention_heads", None)
@@ -297,7 +297,7 @@ def check_routers(config: RunConfig, model_config: Any) -> None:
     if not config.router_replay:
         return
     packing.check_replay(model_config)
-    if packing.chosen(model_config, config.packing).packing == "plain":
+    if packing.chosen(model_config, config.packing).packing != "tree":
         if config.checkpointing != "none":
             raise ConfigError("router_replay: checkpointing needs packing: tree; set checkpointing: none")
         if ReportsChecksums not in config.engine.capabilities:

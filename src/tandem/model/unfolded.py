@@ -1,0 +1,183 @@
+"""A packed row by transformers' own forward: sequences in batches, padded on the right.
+
+A causal model never sees what comes after a token. What sequences begin with in common is computed once, and what it
+leaves is read by those that continue it: keys and values, windows of convolutions, states of recurrences. transformers'
+own caches are written in place, which a layer that is computed again for its backward pass would do twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from tandem.model.plans import Packed, moved
+from tandem.model.routing import Routing
+
+_MOST_PADDED = 1.25
+"""Tokens of a batch, padding included, in those of its sequences."""
+_LEAST = 2
+"""Tokens of a batch's rows: kernels take a row of one for decoding, which has no backward pass."""
+
+Places = NDArray[np.int64]
+"""Where tokens stand in the packed row."""
+
+
+def hidden(model: nn.Module, tokens_T: Tensor, plan: Packed, experts: Routing | None, *, at_once: bool) -> Tensor:
+    """Last hidden states of a packed row, (T, hidden size); of a token that is computed several times the first.
+
+    ``at_once`` takes one pass, in which nothing is shared.
+    """
+    ends = np.cumsum(plan.lengths)
+    segments = [np.arange(end - length, end) for end, length in zip(ends, plan.lengths, strict=True)]
+    of_root: dict[int, list[tuple[int, ...]]] = {}
+    for leaf in sorted(set(range(len(segments))) - set(plan.parents)):
+        chain = (*plan.ancestors(leaf), leaf)
+        of_root.setdefault(chain[0], []).append(chain)
+    passes, alone = _Passes(model, tokens_T, plan, experts), list[Places]()
+    for root, chains in of_root.items():
+        if at_once or len(chains) == 1 or plan.lengths[root] < _LEAST:
+            alone += [np.concatenate([segments[i] for i in chain]) for chain in chains]
+            continue
+        cache = PrefixCache()
+        passes.run([segments[root]], cache)
+        rest = [np.concatenate([segments[i] for i in chain[1:]]) for chain in chains]
+        passes.run(rest, cache, prefix=plan.lengths[root])
+    passes.run(alone, most_padded=math.inf if at_once else _MOST_PADDED)
+    return passes.hidden()
+
+
+class _Passes:
+    """Forward passes over some of a packed row's sequences each."""
+
+    def __init__(self, model: nn.Module, tokens_T: Tensor, plan: Packed, experts: Routing | None):
+        self._model, self._tokens_T, self._plan, self._experts = model, tokens_T, plan, experts
+        names = inspect.signature(type(model).forward).parameters
+        self._cache_name = next((name for name in ("cache_params", "past_key_values") if name in names), "")
+        self._outs: list[Tensor] = []
+        self._computed = 0
+        self._where_T = np.full(len(tokens_T), -1)
+        """Of each token of the row among all that were computed."""
+
+    def run(
+        self,
+        rows: list[Places],
+        cache: PrefixCache | None = None,
+        *,
+        prefix: int = 0,
+        most_padded: float = _MOST_PADDED,
+    ) -> None:
+        """Compute them in batches of like lengths, which write ``cache``, or continue a prefix of so many tokens."""
+        rows, start = sorted(rows, key=len, reverse=True), 0
+        while start < len(rows):
+            end, longest = start + 1, max(_LEAST, len(rows[start]))
+            while end < len(rows) and longest * (end + 1 - start) <= most_padded * sum(map(len, rows[start : end + 1])):
+                end += 1
+            batch_BL = np.zeros((end - start, longest), dtype=np.int64)
+            for i, row in enumerate(rows[start:end]):
+                batch_BL[i, : len(row)] = row
+                new = self._where_T[row] < 0
+                self._where_T[row[new]] = self._computed + i * longest + np.flatnonzero(new)
+            read = cache.continued(prefix, end - start) if cache is not None and prefix else cache
+            self._pass(batch_BL, {} if read is None else {self._cache_name: read})
+            start = end
+
+    def _pass(self, batch_BL: Places, cache: dict[str, PrefixCache]) -> None:
+        places_BL = moved(batch_BL, self._tokens_T.device)
+        if self._experts is not None and self._plan.experts_TLK is not None:
+            self._experts.replay(self._plan.experts_TLK[places_BL.flatten()])
+        out = self._model(input_ids=self._tokens_T[places_BL], use_cache=bool(cache), **cache)
+        self._outs.append(out.last_hidden_state.flatten(0, 1))
+        self._computed += batch_BL.size
+
+    def hidden(self) -> Tensor:
+        """In the packed row's order."""
+        where_T = moved(self._where_T, self._tokens_T.device)
+        if self._experts is not None:
+            self._experts.arrange(where_T)
+        return torch.cat(self._outs)[where_T]
+
+
+class PrefixCache(Cache):
+    """Written by the pass of a prefix; ``continued`` is what the passes of its continuations read.
+
+    Keys and values are (B, K, L, D), windows of convolutions (B, C, width), states of recurrences (B, ...).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self._left: dict[tuple[str, int, int], Tensor] = {}
+        self._length = self._copies = 0
+
+    def continued(self, length: int, copies: int) -> Self:
+        """The same of a prefix of ``length`` tokens, for a batch of so many continuations."""
+        reader = type(self)()
+        reader._left, reader._length, reader._copies = self._left, length, copies
+        return reader
+
+    def _read(self, key: tuple[str, int, int]) -> Tensor | None:
+        if not self._copies:
+            return None
+        left = self._left[key]
+        return left.expand(self._copies, *left.shape[1:])
+
+    def _write(self, key: tuple[str, int, int], left: Tensor) -> None:
+        if not self._copies:
+            self._left.setdefault(key, left)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """All keys and values that a layer's attention is of."""
+        whole = []
+        for name, own in (("keys", key_states), ("values", value_states)):
+            before = self._read((name, layer_idx, 0))
+            self._write((name, layer_idx, 0), own)
+            whole.append(own if before is None else torch.cat([before, own], dim=2))
+        return tuple(whole)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The window before a layer's next token; None at the beginning."""
+        return self._read(("window", layer_idx, state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """What a layer's convolution is of: the window before, and the new tokens."""
+        width, before = conv_kernel_size or conv_states.shape[-1], self.get_conv_state(layer_idx, state_idx)
+        if before is not None:
+            return torch.cat([before, conv_states], dim=-1)
+        padded = F.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        self._write(("window", layer_idx, state_idx), padded[..., -width:])
+        return padded
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A layer's state before its next token; None at the beginning."""
+        state = self._read(("state", layer_idx, state_idx))
+        return None if state is None else state.contiguous()
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """A layer's state behind its last token."""
+        self._write(("state", layer_idx, state_idx), recurrent_states)
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether something came before."""
+        return bool(self._copies)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True: no layer may write into the window that it reads."""
+        return True
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that came before."""
+        return self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many keys there are, and the position of the first."""
+        return self._length + query_length, 0
