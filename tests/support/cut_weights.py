@@ -22,7 +22,7 @@ from tandem.distributed import slice_writer, state_shards
 from tandem.distributed.sharded_weights import ShardedWeights
 from tandem.distributed.slices import EngineSlice, Slice, shard_dimension
 from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
-from tandem.model import attention
+from tandem.model import attention, packing
 from tandem.model.layers import decoder_layers
 from tandem.model.logprobs import token_logprobs
 from tandem.model.plans import Packed, sequential_positions
@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-few-key-heads": {"kind": "Qwen3", "keys": 2},
     "qwen3-thirds": {"kind": "Qwen3", "keys": 3, "num_attention_heads": 3, "intermediate_size": 96},
     "llama-biases": {"kind": "Llama", "attention_bias": True, "mlp_bias": True, "vocabulary": 256},
+    "llama-unfolded": {"kind": "Llama", "attn_implementation": "sdpa"},
 }
 TREE = Packed(lengths=(9, 4, 7, 5), parents=(None, 0, 0, 2))
 ROWS = (TREE, Packed(lengths=(3,), parents=(None,)), Packed(lengths=(6, 2), parents=(None, 0)))
@@ -42,7 +43,7 @@ ROWS = (TREE, Packed(lengths=(3,), parents=(None,)), Packed(lengths=(6, 2), pare
 
 
 def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    model = trained(**MODELS[name], attn_implementation=attention.NAME)
+    model = trained(**{"attn_implementation": attention.NAME, **MODELS[name]})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.05)
@@ -74,8 +75,7 @@ def alone(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def plain(model: Any, tokens: Tensor, positions: Tensor, plan: Packed) -> Tensor:
-    hidden: Tensor = model.model(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan).last_hidden_state
-    return hidden
+    return packing.hidden(model, tokens, positions, plan)
 
 
 def gradient(rank: int, name: str, shape: Sequence[int], dtype: str) -> dict[str, float]:

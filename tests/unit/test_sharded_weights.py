@@ -22,6 +22,7 @@ from tandem.errors import ConfigError
     ("qwen3-few-key-heads", (4,), "float32", 1e-6),
     ("llama-biases", (2, 2), "float32", 1e-6),  # replicas of shards
     ("llama-biases", (2,), "float64", 1e-13),
+    ("llama-unfolded", (2,), "float32", 1e-6),  # not a tree: as many passes on every rank, whatever its rows share
     ("qwen2-tied", (2,), "bfloat16", 1e-2),
 ])  # fmt: skip
 def test_gradients_are_those_of_one_process(name: str, shape: tuple[int, ...], dtype: str, most: float) -> None:
