@@ -145,7 +145,7 @@ def test_an_adapter_of_what_a_model_does_not_have_is_refused(options: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("qwen3", "tree"), ("qwen3_next", "prefix"), ("falcon", "prefix"), ("bamba", "plain")]
+    ("name", "way"), [("qwen3", "tree"), ("qwen3_next", "prefix"), ("bamba", "prefix"), ("jamba", "plain")]
 )
 def test_what_shares_exactly_does_and_the_rest_is_plain(name: str, way: str) -> None:
     assert packing.chosen(config_of(name)).packing == way

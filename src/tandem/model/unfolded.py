@@ -60,7 +60,8 @@ class _Passes:
     def __init__(self, model: nn.Module, tokens_T: Tensor, plan: Packed, experts: Routing | None):
         self._model, self._tokens_T, self._plan, self._experts = model, tokens_T, plan, experts
         names = inspect.signature(type(model).forward).parameters
-        self._cache_name = next((name for name in ("cache_params", "past_key_values") if name in names), "")
+        self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
+        self._has_positions = "position_ids" in names
         self._outs: list[Tensor] = []
         self._computed = 0
         self._where_T = np.full(len(tokens_T), -1)
@@ -85,15 +86,19 @@ class _Passes:
                 batch_BL[i, : len(row)] = row
                 new = self._where_T[row] < 0
                 self._where_T[row[new]] = self._computed + i * longest + np.flatnonzero(new)
-            read = cache.continued(prefix, end - start) if cache is not None and prefix else cache
-            self._pass(batch_BL, {} if read is None else {self._cache_name: read})
+            options: dict[str, Any] = {}
+            if cache is not None:
+                options[self._cache_name] = cache.continued(prefix, end - start) if prefix else cache
+                if self._has_positions:  # some models count from 0 if they are not told
+                    options["position_ids"] = torch.arange(prefix, prefix + longest, device=self._tokens_T.device)[None]
+            self._pass(batch_BL, options)
             start = end
 
-    def _pass(self, batch_BL: Places, cache: dict[str, PrefixCache]) -> None:
+    def _pass(self, batch_BL: Places, options: dict[str, Any]) -> None:
         places_BL = moved(batch_BL, self._tokens_T.device)
         if self._experts is not None and self._plan.experts_TLK is not None:
             self._experts.replay(self._plan.experts_TLK[places_BL.flatten()])
-        out = self._model(input_ids=self._tokens_T[places_BL], use_cache=bool(cache), **cache)
+        out = self._model(input_ids=self._tokens_T[places_BL], use_cache=bool(options), **options)
         self._outs.append(out.last_hidden_state.flatten(0, 1))
         self._computed += batch_BL.size
 
