@@ -50,6 +50,7 @@ CUT = {SIZES, ORDER, SHARED, RANKS, PADDING, AGAIN}
 
 ADVANTAGE_TESTS = "tests/unit/test_advantages.py tests/contract/test_advantages.py"
 CORRECTION_TESTS = "tests/contract/test_corrections.py"
+FAMILY_TESTS = "tests/unit/test_families.py -k 'prefix or exactly'"
 LOSS_TESTS = "tests/unit/test_losses.py tests/unit/test_losses_formulas.py"
 OBJECTIVE_TESTS = "tests/unit/test_objective.py tests/unit/test_step_objective.py"
 OPTIMIZER_TESTS = "tests/unit/test_optimizers.py tests/contract/test_optimizers.py"
@@ -461,6 +462,34 @@ def averaged(batch: StepBatch) -> list[Micro]:
 NO_HISTORY = micros(lambda micro: dataclasses.replace(micro, history=None))
 
 EDITED = (
+    edit(
+        "a prefix' continuations read a window of their own",
+        "tandem/model/unfolded.py",
+        "return torch.cat([before, conv_states], dim=-1)",
+        "return torch.cat([before * 0, conv_states], dim=-1)",
+        FAMILY_TESTS,
+    ),
+    edit(
+        "what a prefix leaves is cut from its gradient",
+        "tandem/model/unfolded.py",
+        "self._left.setdefault(key, left)",
+        "self._left.setdefault(key, left.detach())",
+        FAMILY_TESTS,
+    ),
+    edit(
+        "continuations of a prefix begin at its first position",
+        "tandem/model/unfolded.py",
+        "        return self._length\n",
+        "        return 0\n",
+        FAMILY_TESTS,
+    ),
+    edit(
+        "ranks of cut weights take as many passes as their rows ask for",
+        "tandem/distributed/sharded_weights.py",
+        "at_once=True",
+        "at_once=False",
+        "tests/unit/test_sharded_weights.py -k unfolded --timeout 40",
+    ),
     edit("GRPO divides by n", "tandem/algorithms/advantages/grpo.py", 'len(values) - (self.std == "sample")',
         "len(values)", ADVANTAGE_TESTS),
     edit("RLOO counts itself", "tandem/algorithms/advantages/rloo.py", "len(values) / max(1, len(values) - 1)", "1.0",
