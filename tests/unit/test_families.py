@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -205,6 +208,24 @@ def test_what_is_wrong_both_ways_is_refused_with_the_figure() -> None:
 def test_a_tree_is_not_to_be_had_where_it_is_wrong() -> None:
     with pytest.raises(ConfigError, match=r"packing: tree does not fit a qwen3_next model: .* are off by \d"):
         packing.chosen(config_of("qwen3_next"), "tree")
+
+
+def test_what_is_compared_on_the_host_needs_no_kernel_of_a_gpu(tmp_path: Path) -> None:
+    """With flash-linear-attention installed, transformers calls it even on a CPU."""
+    package = tmp_path / "fla" / "ops" / "gated_delta_rule"
+    package.mkdir(parents=True)
+    (tmp_path / "fla" / "__init__.py").touch()
+    (package / "__init__.py").write_text("def chunk_gated_delta_rule(*_): raise ValueError('not on a CPU')")
+    code = (
+        "from support.families import config_of; from tandem.model import packing; from transformers.models.qwen3_next "
+        "import modeling_qwen3_next as m; import torch; config = config_of('qwen3_next')\n"
+        "print(packing.chosen(config).packing)\n"
+        "packing.causal_class(config).from_config(config).eval()(torch.zeros(1, 4, dtype=torch.int64))"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    assert ran.stdout == "prefix\n"
+    assert "ValueError: not on a CPU" in ran.stderr  # of the last line: there it is called
 
 
 @pytest.mark.long

@@ -6,11 +6,12 @@ transformers' own forward: by *prefix* what sequences begin with is computed onc
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.integrations import hub_kernels
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tandem.errors import ConfigError
@@ -108,6 +110,22 @@ def hidden(causal: Any, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan, *, 
     return unfolded.hidden(model, tokens_BT[0], plan, experts, at_once=at_once)[None]
 
 
+@contextlib.contextmanager
+def torch_alone() -> Iterator[None]:
+    """transformers' models as they are in torch, for copies on the host.
+
+    flash-linear-attention, mamba-ssm and causal-conv1d take their place where they are installed, on a GPU alone.
+    """
+    exporting: Any = vars(hub_kernels)  # what is exported must not call them
+    asked = exporting["is_torchdynamo_exporting"]
+    exporting["is_torchdynamo_exporting"] = lambda: True
+    try:
+        yield
+    finally:
+        exporting["is_torchdynamo_exporting"] = asked
+
+
+@torch_alone()
 def check_replay(config: Any) -> None:
     """See by a small random copy that a model's experts can be chosen from without.
 
@@ -184,6 +202,7 @@ def compared(config: Any) -> Comparison:
     return _COMPARED[key]
 
 
+@torch_alone()
 def _compare(config: Any) -> Comparison:
     logged = logging.root.manager.disable
     logging.disable(logging.WARNING)  # transformers' advice is not about this copy
@@ -324,6 +343,7 @@ def _end(causal: Any, hidden_1NH: Tensor) -> LogitEnd | None:
     return None if end == (1.0, None) else end
 
 
+@torch_alone()
 def small(config: Any, layers: int = 1) -> Any:
     """The same with the first layers, up to one of each kind and at least so many, short windows and few hidden units.
 

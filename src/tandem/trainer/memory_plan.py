@@ -201,6 +201,7 @@ class MetaModel:
         from torch._subclasses import FakeTensorMode
 
         from tandem.model.attention import Packed, sequential_positions
+        from tandem.model.packing import torch_alone
         from tandem.model.policy import Policy
 
         model = self._model.to(torch.bfloat16)
@@ -219,7 +220,7 @@ class MetaModel:
         is_tree = self.choice.packing == "tree"
         # transformers' own masks ask a tensor for its values, unless it is a fake one.
         fake = contextlib.nullcontext() if is_tree else FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch_alone(), fake, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             if not is_tree:
                 model.to_empty(device="cpu")
             weights |= {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}

@@ -21,6 +21,7 @@ from rich.text import Text
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
 from tandem.errors import ConfigError
+from tandem.model.packing import torch_alone
 from tandem.testing import oracle
 from tandem.testing.oracle import Formula, SampledSequence
 from tandem.tools.certify import optimizer
@@ -97,7 +98,7 @@ def certify(config: RunConfig) -> Certificate:
         ConfigError: the model cannot be read.
     """
     began = time.monotonic()
-    with contextlib.closing(CertifiedPolicy(config)) as live:
+    with torch_alone(), contextlib.closing(CertifiedPolicy(config)) as live:
         lines = tuple(_lines(live))
         count = sum(parameter.numel() for parameter in live.policy.model.parameters())
         described = f"a tiny {live.policy.config.model_type}, {count:,} parameters, float32 on the CPU"
