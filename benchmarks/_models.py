@@ -103,6 +103,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_local_experts": 32,
         "num_experts_per_tok": 4,
         "sliding_window": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
         "vocab_size": 201088,
         "tie_word_embeddings": False,
     },
@@ -114,7 +123,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 256,
         "intermediate_size": 6144,
-        "linear_num_key_heads": 16,
+        "linear_num_key_heads": 8,  # half of the values': of as many, vLLM 0.26 starts no qwen3_next
         "linear_num_value_heads": 16,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
@@ -185,9 +194,12 @@ def model_config(shape: str) -> Any:
     special = tokenizer()
     kind = "qwen3" if "head_dim" in SHAPES[shape] else "qwen2"
     return AutoConfig.for_model(
-        **{"model_type": kind, **SHAPES[shape]},
+        **{
+            "model_type": kind,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            **SHAPES[shape],
+        },
         max_position_embeddings=CONTEXT,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         initializer_range=0.1 if shape == "tiny" else 0.02,
         bos_token_id=special.bos_token_id,
         eos_token_id=special.eos_token_id,
