@@ -137,6 +137,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """From the published configurations; without a model type Qwen2's, or Qwen3's where heads have a size of their own."""
+_SMALL = {"hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 1536, "head_dim": 64, "vocab_size": 8000}
+SHAPES["hybrid-small"] = {**SHAPES["qwen3.5-2b"], **_SMALL, "linear_key_head_dim": 64, "mlp_only_layers": [0, 1, 2]}
 
 CONTEXT = 4096
 CHAT_TEMPLATE = (

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.vllm_workers import Served, Worker, mapped, served, trained
 from torch import Tensor, nn
 
-from tandem.engines.vllm.worker.parameter_map import TensorPlace, recorded, share
+from tandem.engines.vllm.worker import parameter_map
+from tandem.engines.vllm.worker.parameter_map import TensorPlace, recorded, share, sources_of
 from tandem.errors import EngineError
 from tandem.transport.checksums import ChecksumTally, Shard, checksums
 
@@ -166,6 +169,31 @@ def test_what_a_loader_does_beyond_placing_is_refused_by_name(kind: str, message
     model = Experts(kind)
     with pytest.raises(EngineError, match=message):
         recorded(model, *stacked(), world=1)
+
+
+@pytest.mark.parametrize("kind", ["doubled", "in place", "narrow"])
+def test_what_a_loader_computes_of_little_is_computed_again(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(parameter_map, "_MOST_SOURCES", 1.0)
+    model = Experts(kind)
+    known = recorded(model, *stacked(), world=1)
+    assert (known.derived, [one.key for one in known.stored]) == (("sinks",), ["e.0.sinks"])
+    with pytest.raises(EngineError, match=r"'e.0.sinks' is not read from .*; use sync: restart"):
+        sources_of(str(tmp_path), known, torch.float32, torch.device("cpu"))
+    first, new = torch.randn(2, 5)
+    save_file({"e.0.sinks": first}, tmp_path / "model.safetensors")
+    sources = sources_of(str(tmp_path), known, torch.float32, torch.device("cpu"))
+    model.load_weights([("e.0.sinks", first)])
+    held, before = model.sinks.data, model.sinks.data.clone()
+    assert not known.stale(model, sources)
+    (place,) = known.places(model, sources)["sinks"]
+    place.tensor.copy_(share(new, place))
+    assert known.stale(model, sources)
+    assert torch.equal(model.sinks, before)  # what is sampled from is only looked at
+    known.derive(model, sources)
+    assert not known.stale(model, sources)
+    assert torch.equal(held, {"doubled": new * 2, "in place": -new.exp(), "narrow": new.bfloat16()}[kind])
 
 
 def test_a_loader_that_binds_parameters_anew_changes_no_model() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.engines.vllm.worker.extension import WorkerExtension
-from tandem.engines.vllm.worker.parameter_map import TensorPlace
+from tandem.engines.vllm.worker.parameter_map import ParameterMap, TensorPlace
 from tandem.errors import EngineError, TransportError
 from tandem.transport.buckets import manifest
 from tandem.transport.collective import Member
@@ -42,6 +42,7 @@ class Receiver(WorkerExtension):
     """A worker without vLLM."""
 
     rank, tandem_world = 0, 1
+    _tandem_recorded, _tandem_sources = ParameterMap({}, {}), {}  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.storage = Storage()

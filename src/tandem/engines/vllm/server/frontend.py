@@ -194,6 +194,8 @@ class Frontend:
         self._coming: int | None = None
         self._room = PrefillRoom()
         self.written = False
+        self.derives = False
+        """Something sampled from is computed of what is lent, anew before sampling goes on."""
         self._changed = asyncio.Event()
         self._control = asyncio.Lock()
 
@@ -377,6 +379,8 @@ class Frontend:
         self.steps[self.generation] = UNKNOWN_VERSION if self._version_set is None else self._version_set
 
     async def _go_on(self) -> None:
+        if self.derives:
+            await self.rpc("tandem_derive")
         await self.client.resume_generation()
         if self._stood_since is not None:
             self._stood, self._stood_since = self._stood + time.monotonic() - self._stood_since, None

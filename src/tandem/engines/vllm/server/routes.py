@@ -24,6 +24,7 @@ from tandem.engines.vllm.server.frontend import Frontend, Stopped
 from tandem.engines.vllm.server.many import ManyAnswers
 from tandem.engines.vllm.server.stock import Stock
 from tandem.engines.vllm.server.watch import TrainerWatch
+from tandem.engines.vllm.worker.parameter_map import SOURCE
 
 
 async def probe(front: Frontend, request: wire.ProbeRequest, adapter: Any = None) -> dict[str, Any]:
@@ -268,9 +269,9 @@ class _Live:
 
     async def export_weights(self, _: wire.Body) -> Any:
         self._require_paused("/bridge/lend moves")
-        ranks = await self.frontend.rpc("tandem_export_weights")
-        model = self.client.vllm_config.model_config.model
-        return {"model": model, "ranks": [json.loads(text) for text in ranks]}
+        ranks = [json.loads(text) for text in await self.frontend.rpc("tandem_export_weights")]
+        self.frontend.derives = any(name.startswith(SOURCE) for name in ranks[0]["lent"]["tensors"])
+        return {"model": self.client.vllm_config.model_config.model, "ranks": ranks}
 
     async def checksums(self, request: wire.Checksums) -> Any:
         await self.frontend.in_turn()

@@ -22,7 +22,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tandem.engines.vllm.worker.adapter import InPlaceAdapters
-from tandem.engines.vllm.worker.parameter_map import ParameterMap, TensorPlace, recorded, share, tensors_of
+from tandem.engines.vllm.worker.parameter_map import (
+    RESTART,
+    SOURCE,
+    ParameterMap,
+    TensorPlace,
+    recorded,
+    share,
+    sources_of,
+    tensors_of,
+)
 from tandem.errors import EngineError
 from tandem.transport import sharing
 from tandem.transport.checksums import ChecksumCache, ChecksumTally, Shard
@@ -95,7 +104,25 @@ class WorkerExtension:
         Raises:
             EngineError: vLLM's loader does more than to place them, or does not place all of them.
         """
-        return self._tandem_recorded.places(self.tandem_model)
+        return self._tandem_recorded.places(self.tandem_model, self._tandem_sources)
+
+    @cached_property
+    def _tandem_sources(self) -> dict[str, Tensor]:
+        """The trainer's tensors with which vLLM's loader computes, as the checkpoint has them at first.
+
+        Raises:
+            EngineError: the checkpoint has them otherwise, or what is computed of them is not what vLLM has.
+        """
+        recorded, config = self._tandem_recorded, self.model_runner.vllm_config.model_config
+        sources = sources_of(config.model, recorded, config.dtype, self.tandem_device)
+        if recorded.stored and recorded.stale(self.tandem_model, sources):
+            raise EngineError(f"vLLM's {recorded.derived[0]!r} is not what its loader computes alone; {RESTART}")
+        return sources
+
+    def tandem_derive(self) -> None:
+        """Have vLLM's loader compute what it computes of the weights that were written."""
+        self._tandem_recorded.derive(self.tandem_model, self._tandem_sources)
+        self.tandem_settle()
 
     @cached_property
     def _tandem_recorded(self) -> ParameterMap:
@@ -108,13 +135,20 @@ class WorkerExtension:
 
     def tandem_map(self) -> str:
         """JSON: where every Hugging Face tensor lies in this rank's parameters."""
-        parameters = dict(self.tandem_model.named_parameters())
+        parameters = self._tandem_named()
         return json.dumps(
             {
                 name: [_described(place, parameters[place.parameter]) for place in placements]
                 for name, placements in self.tandem_places().items()
             }
         )
+
+    def _tandem_named(self) -> dict[str, Tensor]:
+        """Whatever is written to, by name: buffers too that are views of parameters, which move with them."""
+        named: dict[str, Tensor] = dict(self.tandem_model.named_parameters())
+        storages = {tensor.untyped_storage().data_ptr() for tensor in named.values()}
+        buffers = [(n, b) for n, b in self.tandem_model.named_buffers() if b.untyped_storage().data_ptr() in storages]
+        return {**named, **dict(buffers), **{SOURCE + name: source for name, source in self._tandem_sources.items()}}
 
     def tandem_settle(self) -> None:
         """Return once the device has done all that it was given."""
@@ -143,7 +177,7 @@ class WorkerExtension:
     def _tandem_exported(self) -> tuple[sharing.Description, sharing.ExportedTensors | None]:
         # Named by process, so that what a killed engine left behind can be told from what is in use.
         file = sharing.SHARED_MEMORY / f"tandem-weights-{os.getpid()}"
-        return sharing.export(dict(self.tandem_model.named_parameters()), file)
+        return sharing.export(self._tandem_named(), file)
 
     _tandem_layout: _Layout | None = None
     _tandem_addresses: Any = None
@@ -155,9 +189,14 @@ class WorkerExtension:
         ``unmapped`` says why.
         """
         try:
-            return _hexadecimal(self._tandem_current().tally.take())
+            sums = dict(self._tandem_current().tally.take())
         except EngineError as error:
             return {"unmapped": str(error)}
+        recorded = self._tandem_recorded
+        if recorded.stored and recorded.stale(self.tandem_model, self._tandem_sources):
+            for name in self._tandem_sources:  # these bytes are not what is sampled from
+                sums[_part(name, (0, 0))] ^= 1
+        return _hexadecimal(sums)
 
     def _tandem_current(self) -> _Layout:
         """The places, found anew only where storage was moved: views of the old one would be read and written on."""
@@ -236,6 +275,7 @@ class WorkerExtension:
                 pairs = [(p.tensor, share(tensor, p)) for name, tensor in bucket for p in places[name]]
                 if pairs:
                     torch._foreach_copy_([target for target, _ in pairs], [part for _, part in pairs])
+            self._tandem_recorded.derive(self.tandem_model, self._tandem_sources)
         self.tandem_settle()
 
     _tandem_joining: Future[Member] | None = None

@@ -2,16 +2,19 @@
 
 The loader is handed tensors without values. All that it does to them is to take views, whose place in the tensor is
 known from offset and strides, and to copy these into parameters; a copy is noted instead of made. So whatever it fuses,
-renames, transposes or slices among ranks needs no rule here. Nothing here imports vLLM.
+renames, transposes or slices among ranks needs no rule here. What it computes, of small tensors such as a recurrence's
+decay, it computes again from a copy of the trainer's. Nothing here imports vLLM.
 """
 
 from __future__ import annotations
 
 import bisect
+import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.errors import ConfigError, EngineError
 
 RESTART = "use sync: restart for this model"
+SOURCE = "tandem.source."
+"""Begins the name of a tensor that is kept for the loader to compute with."""
+_MOST_SOURCES = 1 / 64
+"""Of a model's numbers, at most, are kept so."""
 
 
 class TensorPlace(NamedTuple):
@@ -47,19 +54,60 @@ class Region(NamedTuple):
     """In the parameter, by the tensor's dimensions."""
 
 
+class Stored(NamedTuple):
+    """A tensor as a checkpoint has it: a view of one of the trainer's."""
+
+    key: str
+    """Its name there."""
+    source: str
+    """The trainer's tensor."""
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, source: Tensor) -> Tensor:
+        """The view."""
+        return source.as_strided(self.size, self.strides, self.offset)
+
+
 class ParameterMap(NamedTuple):
     """Where this rank holds what; it outlives the storage, which may be moved."""
 
     shapes: Mapping[str, tuple[int, ...]]
     regions: Mapping[str, list[Region]]
+    stored: tuple[Stored, ...] = ()
+    """What the loader computes with."""
+    derived: tuple[str, ...] = ()
+    """Parameters that it computes of that."""
 
-    def places(self, model: nn.Module) -> dict[str, list[TensorPlace]]:
-        """The same as views into the parameters that the model has now."""
+    def places(self, model: nn.Module, sources: Mapping[str, Tensor] | None = None) -> dict[str, list[TensorPlace]]:
+        """The same as views into the parameters that the model has now, and into ``sources``."""
         parameters = {_bare(name): (name, p.data) for name, p in model.named_parameters()}
+        parameters |= {SOURCE + name: (SOURCE + name, tensor) for name, tensor in (sources or {}).items()}
         return {
             name: [_place(*parameters[region.parameter], region, self.shapes[name]) for region in regions]
             for name, regions in self.regions.items()
         }
+
+    def derive(self, model: nn.Module, sources: Mapping[str, Tensor]) -> None:
+        """Have the loader compute what it computes, in place."""
+        if self.stored:
+            with torch.no_grad(), _unwrapped(model):
+                model.load_weights((one.key, one.of(sources[one.source])) for one in self.stored)  # type: ignore[operator]
+
+    def stale(self, model: nn.Module, sources: Mapping[str, Tensor]) -> bool:
+        """Whether some parameter has not the bits that the loader computes of ``sources``; what is read stays."""
+        with _unwrapped(model):
+            parameters = [model.get_parameter(name) for name in self.derived]
+        held = [parameter.data for parameter in parameters]
+        for parameter in parameters:  # of no numbers: what is not computed is seen
+            parameter.data = torch.full_like(parameter.data, math.nan)
+        try:
+            self.derive(model, sources)
+            return not all(torch.equal(p.data, bits) for p, bits in zip(parameters, held, strict=True))
+        finally:
+            for parameter, bits in zip(parameters, held, strict=True):
+                parameter.data = bits
 
 
 def _place(name: str, parameter: Tensor, region: Region, shape: tuple[int, ...]) -> TensorPlace:
@@ -113,6 +161,29 @@ def tensors_of(name: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[s
         raise EngineError(f"the engine's transformers cannot make the trainer's model: {error}; {RESTART}") from error
 
 
+def sources_of(name: str, known: ParameterMap, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """The tensors that a loader computes with, by the trainer's names, from a model's folder or id.
+
+    Raises:
+        EngineError: no safetensors file there has one.
+    """
+    from safetensors import SafetensorError, safe_open
+    from transformers.utils.hub import cached_file
+
+    sources = {one.source: torch.empty(known.shapes[one.source], dtype=dtype, device=device) for one in known.stored}
+    ways: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    index = cached_file(name, "model.safetensors.index.json", **ways) if sources else None
+    files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"] if index else {}
+    for one in known.stored:
+        try:
+            file = cached_file(name, files.get(one.key, "model.safetensors"), **ways)
+            with safe_open(file or one.key, "pt") as tensors:
+                one.of(sources[one.source]).copy_(tensors.get_tensor(one.key))
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise EngineError(f"{one.key!r} is not read from {name!r} as it is trained: {error}; {RESTART}") from error
+    return sources
+
+
 def recorded(
     model: nn.Module, weights: Mapping[str, Tensor], stored: Mapping[str, Tensor], *, world: int
 ) -> ParameterMap:
@@ -132,15 +203,19 @@ def recorded(
         recording.parameters = _Parameters(model)
         try:
             with torch.no_grad(), recording:
-                model.load_weights(iter(stored.items()))  # type: ignore[operator]
+                model.load_weights(recording.handed_out())  # type: ignore[operator]
         except Exception as error:
             raise EngineError(
                 f"vLLM's loader of {type(model).__name__} failed on tensors without values ({error!r}); {RESTART}"
             ) from error
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        derived, computed_with = recording.derivation()
+        for name in {one.source for one in computed_with}:
+            first = (0,) * len(shapes[name])
+            recording.regions[name] = [Region(SOURCE + name, first, shapes[name], 0, _contiguous(shapes[name]))]
         regions = {name: _merged(recording.regions[name]) for name in shapes}
-        _check(model, recording, shapes, regions, world)
-    return ParameterMap(shapes=shapes, regions=regions)
+        _check(model, recording, shapes, regions, derived, world)
+    return ParameterMap(shapes=shapes, regions=regions, stored=computed_with, derived=derived)
 
 
 class _Parameters:
@@ -179,12 +254,37 @@ class _Recording(_Views):
     def __init__(self, weights: Mapping[str, Tensor], stored: Mapping[str, Tensor]):
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = {_storage(weight): (name, weight) for name, weight in weights.items()}
+        self._stored, self._key = stored, ""
         self._buffers = {_storage(tensor) for tensor in stored.values()} - self._weights.keys()
         self.regions: dict[str, list[Region]] = defaultdict(list)
         self.covered: dict[str, int] = defaultdict(int)
         """Elements that a loader wrote, by parameter."""
         self.computed: set[str] = set()
         """Parameters that hold other values than some tensor's own."""
+        self._fed: dict[str, set[int]] = defaultdict(set)
+        """Storages of the tensors that went into a parameter."""
+
+    def handed_out(self) -> Iterator[tuple[str, Tensor]]:
+        """What the loader is given; it is to take one after the other."""
+        for key, tensor in self._stored.items():
+            self._key = key
+            yield key, tensor
+
+    def derivation(self) -> tuple[tuple[str, ...], tuple[Stored, ...]]:
+        """Parameters that the loader computes, and all that it computes them with; none where that is much."""
+        derived, before = set(self.computed), -1
+        while len(derived) > before:  # what else goes into one is computed with too, wherever it goes
+            before = len(derived)
+            storages = set[int]().union(*(self._fed[name] for name in derived))
+            derived |= {name for name, fed in self._fed.items() if fed & storages}
+        size = {key: tensor.numel() for key, (_, tensor) in self._weights.items()}
+        if not storages <= size.keys() or sum(size[key] for key in storages) > _MOST_SOURCES * sum(size.values()):
+            return (), ()
+        return tuple(sorted(derived)), tuple(
+            Stored(key, self._weights[at][0], tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+            for key, tensor in self._stored.items()
+            if (at := _storage(tensor)) in storages
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if func._schema.is_mutable and args and isinstance(args[0], Tensor) else None
@@ -198,6 +298,7 @@ class _Recording(_Views):
             self._note(name, target, args[1])
         elif name is not None and func._schema.name not in ("aten::fill_", "aten::zero_"):  # what pads a vocabulary
             self.computed.add(name)
+            self._fed[name].add(_storage(self._stored[self._key]))
         return target
 
     def _note(self, name: str, target: Tensor, source: Tensor) -> None:
@@ -205,6 +306,7 @@ class _Recording(_Views):
         if not target.numel() or _storage(source) in self._buffers:
             return
         known, parameter = self._weights.get(_storage(source)), self.parameters.named[name]
+        self._fed[name].add(_storage(self._stored[self._key] if known is None else source))
         if known is None or source.dtype != target.dtype:
             self.computed.add(name)
             return
@@ -275,6 +377,7 @@ def _check(
     recording: _Recording,
     shapes: Mapping[str, tuple[int, ...]],
     regions: Mapping[str, list[Region]],
+    derived: Sequence[str],
     world: int,
 ) -> None:
     for name, parameter in recording.parameters.named.items():
@@ -288,6 +391,8 @@ def _check(
             )
         if parameter.device.type == "cpu" and hasattr(layer, "w13_weight"):
             raise EngineError(f"{what} is of experts, whose weights vLLM repacks for a processor; {RESTART}")
+        if name in derived:
+            continue
         if name in recording.computed:
             raise EngineError(f"{what} is computed from the trainer's weights, or of another type; {RESTART}")
         written, is_padded = recording.covered[name], hasattr(layer, "org_vocab_size")
