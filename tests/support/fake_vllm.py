@@ -117,7 +117,7 @@ class FakeClient:
             "tandem_info": [],
             "tandem_connection": [{"state": "idle", "reason": ""}],
             "tandem_map": ['{"w": []}'],
-            "tandem_export_weights": ['{"lent": {}, "map": {}}'],
+            "tandem_export_weights": ['{"lent": {"tensors": {}}, "map": {}}'],
             "tandem_export_adapter": ['{"key": "k"}'],
         }
         self.cache: set[str] = set()

@@ -187,6 +187,7 @@ def test_what_a_loader_computes_of_little_is_computed_again(
     model.load_weights([("e.0.sinks", first)])
     held, before = model.sinks.data, model.sinks.data.clone()
     assert not known.stale(model, sources)
+    assert known._replace(stored=()).stale(model, sources)  # a loader that computes it of something else
     (place,) = known.places(model, sources)["sinks"]
     place.tensor.copy_(share(new, place))
     assert known.stale(model, sources)

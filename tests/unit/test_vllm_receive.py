@@ -182,6 +182,17 @@ def test_a_tensor_that_does_not_fit_is_refused(name: str, how: str) -> None:
         assert not receiver.storage.fused[ROWS:].any() or name == "bias"
 
 
+def test_what_is_computed_of_received_weights_is_computed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(ParameterMap, "derive", lambda _, model, sources: seen.append(model.bias.max().item()))
+    with group() as (trainer, receiver, pool):
+        named = {"bias": torch.full((5,), 2.0)}
+        sent = pool.submit(trainer.send, named.items(), 1 << 20)
+        receive(receiver, named, 1 << 20)
+        sent.result()
+    assert seen == [2.0]
+
+
 def test_a_tensor_that_is_not_there_is_named_before_anything_comes() -> None:
     with group() as (_, receiver, _), pytest.raises(EngineError, match="no weight 'three'"):
         receive(receiver, {"three": torch.ones(3)}, 1 << 20)

@@ -330,6 +330,34 @@ def test_sums_that_come_with_a_probe_are_asked_for_once_the_scheduler_goes_on(mo
     run(body)
 
 
+@pytest.mark.parametrize("lent", [{"w": {}}, {"w": {}, "tandem.source.a": {}}], ids=["placed", "computed"])
+@pytest.mark.parametrize("probed", [False, True])
+def test_what_is_computed_of_lent_weights_is_before_sampling_goes_on(
+    monkeypatch: pytest.MonkeyPatch, lent: dict[str, Any], probed: bool
+) -> None:
+    stood: list[bool] = []
+    rpc = FakeClient.collective_rpc
+
+    async def noted(self: FakeClient, method: str, args: tuple[Any, ...]) -> Any:
+        if method == "tandem_derive":
+            stood.append(self.paused)
+        return await rpc(self, method, args)
+
+    async def body(c: Client) -> None:
+        monkeypatch.setattr(FakeClient, "collective_rpc", noted)
+        c.vllm.answers["tandem_export_weights"] = [json.dumps({"lent": {"tensors": lent}, "map": {}})]
+        await c.post("/bridge/pause", {})
+        assert (await c.post("/bridge/lend", {})).status == 200
+        if probed:
+            async with c.front.proving():
+                pass
+        await c.post("/bridge/stamp", {"step": 1})
+        assert (await c.post("/bridge/resume")).status == 200
+        assert stood == [True] * (len(lent) - 1)
+
+    run(body)
+
+
 def test_a_client_that_goes_away_takes_its_work_along() -> None:
     async def body(c: Client) -> None:
         gone = asyncio.Event()
