@@ -149,6 +149,7 @@ class RolloutBuffer:
     _refilled: int = 0
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _until_look: int = 1  # groups to be played before a batch may be complete, or the console is told
     _failure: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -202,6 +203,7 @@ class RolloutBuffer:
                 self._changed.clear()
                 shown.reach(sum(not entry.in_flight for entry in first))
                 pending = sum(entry.in_flight for entry in self._entries)
+                self._until_look = 1 + sum(entry.in_flight for entry in first) // 8
                 async with waits.waiting("trainer", f"{pending} groups to be played", on="rollouts"):
                     await self._changed.wait()
 
@@ -331,7 +333,9 @@ class RolloutBuffer:
         except BaseException as error:
             # Not one rollout's fault: ``take`` raises it.
             self._failure = self._failure or error
-        self._changed.set()
+        self._until_look -= 1
+        if self._until_look <= 0 or self._failure is not None or (self.ahead == 0 and not self._wave_is_out()):
+            self._changed.set()
 
     def _wave_is_out(self) -> bool:
         """True while a wave of on-policy sampling has groups that are still being played."""
