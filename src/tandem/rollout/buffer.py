@@ -314,7 +314,7 @@ class RolloutBuffer:
 
     async def _play(self, entry: Entry) -> None:
         """Consumes: a task. Waits for: the engine and the graders. Unblocks: ``take``."""
-        runner, config = self._by_name[entry.draw.env], self.config
+        runner, config, played = self._by_name[entry.draw.env], self.config, False
         entry.become(EntryState.RUNNING)
         try:
             task, id = runner.of(entry.draw)
@@ -325,7 +325,7 @@ class RolloutBuffer:
             entry.score(self.postprocess_rewards(group))
             if self.config.on_policy_tail == "abort" and self.ahead == 0:
                 self._cut_tail()
-            if not self._wave_is_out():
+            if played := not self._wave_is_out():
                 self._sort_scored()
                 self._admit()
         except asyncio.CancelledError:
@@ -334,7 +334,7 @@ class RolloutBuffer:
             # Not one rollout's fault: ``take`` raises it.
             self._failure = self._failure or error
         self._until_look -= 1
-        if self._until_look <= 0 or self._failure is not None or (self.ahead == 0 and not self._wave_is_out()):
+        if self._until_look <= 0 or self._failure is not None or (self.ahead == 0 and played):
             self._changed.set()
 
     def _wave_is_out(self) -> bool:
