@@ -117,12 +117,12 @@ def torch_alone() -> Iterator[None]:
     flash-linear-attention, mamba-ssm and causal-conv1d take their place where they are installed, on a GPU alone.
     """
     exporting: Any = vars(hub_kernels)  # what is exported must not call them
-    asked = exporting["is_torchdynamo_exporting"]
+    own = exporting["is_torchdynamo_exporting"]
     exporting["is_torchdynamo_exporting"] = lambda: True
     try:
         yield
     finally:
-        exporting["is_torchdynamo_exporting"] = asked
+        exporting["is_torchdynamo_exporting"] = own
 
 
 @torch_alone()
