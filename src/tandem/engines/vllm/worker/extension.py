@@ -113,9 +113,11 @@ class WorkerExtension:
         Raises:
             EngineError: the checkpoint has them otherwise, or what is computed of them is not what vLLM has.
         """
-        recorded, config = self._tandem_recorded, self.model_runner.vllm_config.model_config
+        if not (recorded := self._tandem_recorded).stored:
+            return {}
+        config = self.model_runner.vllm_config.model_config
         sources = sources_of(config.model, recorded, config.dtype, self.tandem_device)
-        if recorded.stored and recorded.stale(self.tandem_model, sources):
+        if recorded.stale(self.tandem_model, sources):
             raise EngineError(f"vLLM's {recorded.derived[0]!r} is not what its loader computes alone; {RESTART}")
         return sources
 

@@ -172,7 +172,7 @@ def sources_of(name: str, known: ParameterMap, dtype: torch.dtype, device: torch
 
     sources = {one.source: torch.empty(known.shapes[one.source], dtype=dtype, device=device) for one in known.stored}
     ways: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-    index = cached_file(name, "model.safetensors.index.json", **ways) if sources else None
+    index = cached_file(name, "model.safetensors.index.json", **ways)
     files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"] if index else {}
     for one in known.stored:
         try:
