@@ -71,7 +71,8 @@ class _Way:
         self._backend = backend
         self._whole = False
         self._scores: Callable[..., Any] | None = None
-        self._trainable: Callable[..., Any] = forward
+        self._eager_trainable = forward if checkpointing == "none" else recomputed(forward, checkpointing)
+        self._trainable = self._eager_trainable
 
     def __call__(self, layer: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         plan = kwargs.get("plan")
@@ -79,9 +80,7 @@ class _Way:
             return self._eager(layer, hidden, *args, **kwargs)
         if any(isinstance(value, PrefixCache) for value in kwargs.values()):
             # Eager: the compiler would make code for each layer, since each asks for its own part of the cache.
-            run = self._eager
-            if torch.is_grad_enabled() and self._checkpointing != "none":
-                run = recomputed(run, self._checkpointing)
+            run = self._eager_trainable if torch.is_grad_enabled() else self._eager
             return run(layer, hidden, *args, **kwargs)
         if self._scores is None:
             # Not before: the weights may have moved to another device after they were loaded.
@@ -108,11 +107,11 @@ class _Way:
 
     def _choose(self, compiled: bool, hidden: torch.Tensor) -> None:
         self._whole = compiled and _varlen.unsupported_input(hidden.dtype, hidden.device) is None
-        self._scores = self._trainable = self._eager
+        self._scores, self._trainable = self._eager, self._eager_trainable
         if compiled:
             self._scores = self._trainable = compilation.compiled(self._eager, self._backend, self._checkpointing)
-        if self._checkpointing == "full" or (self._checkpointing == "selective" and not compiled):
-            self._trainable = recomputed(self._scores, self._checkpointing)
+            if self._checkpointing == "full":
+                self._trainable = recomputed(self._scores, "full")
 
 
 Checkpointing = Literal["none", "selective", "full"]

@@ -201,9 +201,10 @@ class RolloutBuffer:
                 if sum(entry.state is EntryState.READY for entry in first) == self.config.groups_per_step:
                     return self._handed_out(first)
                 self._changed.clear()
-                shown.reach(sum(not entry.in_flight for entry in first))
+                played = sum(not entry.in_flight for entry in first)
+                shown.reach(played)
                 pending = sum(entry.in_flight for entry in self._entries)
-                self._until_look = 1 + sum(entry.in_flight for entry in first) // 8
+                self._until_look = 1 + (len(first) - played) // 8
                 async with waits.waiting("trainer", f"{pending} groups to be played", on="rollouts"):
                     await self._changed.wait()
 

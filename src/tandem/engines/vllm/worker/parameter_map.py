@@ -177,7 +177,7 @@ def sources_of(name: str, known: ParameterMap, dtype: torch.dtype, device: torch
     for one in known.stored:
         try:
             file = cached_file(name, files.get(one.key, "model.safetensors"), **ways)
-            with safe_open(file or one.key, "pt") as tensors:
+            with safe_open(file or f"{name}/model.safetensors", "pt") as tensors:
                 one.of(sources[one.source]).copy_(tensors.get_tensor(one.key))
         except (OSError, SafetensorError, RuntimeError) as error:
             raise EngineError(f"{one.key!r} is not read from {name!r} as it is trained: {error}; {RESTART}") from error
