@@ -46,9 +46,10 @@ def model_of(name: str, **options: str) -> Any:
     return packing.causal_class(config).from_config(config, dtype=torch.float32, **options).eval()
 
 
-def trained(name: str, trainable: Trainable, way: str) -> float:
+def trained(name: str, trainable: Trainable, way: str, dtype: torch.dtype = torch.float32) -> float:
     """How far the logits of packed sequences, and their gradient in what is trained, are from one at a time."""
-    model = trainable.prepare(model_of(name))
+    options = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # grouped products have no float64
+    model = trainable.prepare(model_of(name, **options).to(dtype))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         for key, parameter in model.named_parameters():
@@ -217,8 +218,8 @@ def test_what_is_compared_on_the_host_needs_no_kernel_of_a_gpu(tmp_path: Path) -
     (tmp_path / "fla" / "__init__.py").touch()
     (package / "__init__.py").write_text("def chunk_gated_delta_rule(*_): raise ValueError('not on a CPU')")
     code = (
-        "from support.families import config_of; from tandem.model import packing; from transformers.models.qwen3_next "
-        "import modeling_qwen3_next as m; import torch; config = config_of('qwen3_next')\n"
+        "from support.families import config_of; from tandem.model import packing; import torch\n"
+        "config = config_of('qwen3_next')\n"
         "print(packing.chosen(config).packing)\n"
         "packing.causal_class(config).from_config(config).eval()(torch.zeros(1, 4, dtype=torch.int64))"
     )
@@ -242,17 +243,23 @@ def test_the_page_of_models_says_what_they_do(request: pytest.FixtureRequest) ->
 
 def _row(name: str) -> str:
     choice = packing.chosen(config_of(name))
-    full = trained(name, Full(), choice.packing)
-    lora = 0.0 if name in NOT_LINEAR else trained(name, Lora(rank=4), choice.packing)
+    full = _close(name, Full(), choice.packing)
+    lora = 0.0 if name in NOT_LINEAR else _close(name, Lora(rank=4), choice.packing)
     far = sampled(name)
-    assert max(full, lora, far / 100) < 2 * CLOSE, name  # in float32; wrong ways are a thousand times as far
+    assert far / 100 < CLOSE, name
     experts = {key for key, p in model_of(name).named_parameters() if p.dim() == 3 and "experts" in key}
     if experts:
-        lora = max(lora, trained(name, Lora(rank=4, alpha=8, target_parameters=tuple(experts)), choice.packing))
-        assert lora < 2 * CLOSE, name
+        lora = max(lora, _close(name, Lora(rank=4, alpha=8, target_parameters=tuple(experts)), choice.packing))
     adapted = "no linear layers" if name in NOT_LINEAR else f"{lora:.0e}{', experts too' * bool(experts)}"
     tree = choice.why.removeprefix("exact within ").rpartition("as a tree ")[2].partition("; by prefix")[0]
     return f"| `{name}` | {choice.packing} | {full:.0e} | {adapted} | {far:.0e} | {cells(_PAGE)[name]} | {tree} |"
+
+
+def _close(name: str, trainable: Trainable, way: str) -> float:
+    """The distance in float32. Where that is as far as its own rounding, float64 tells whether it is close."""
+    distance = trained(name, trainable, way)
+    assert distance < CLOSE or trained(name, trainable, way, torch.float64) < CLOSE, name
+    return distance
 
 
 def _page(rows: Sequence[str]) -> str:
