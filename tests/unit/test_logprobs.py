@@ -255,3 +255,20 @@ def test_a_kernel_that_cannot_be_built_runs_uncompiled(caplog: pytest.LogCapture
     assert fast(torch.ones(3)) == 6
     assert "the slope cannot be compiled and runs uncompiled" in caplog.text
     torch._dynamo.reset()
+
+
+def test_a_compiler_that_begins_once_more_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    @torch._dynamo.register_backend(name="restarting")
+    def restarting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Tensor]:
+        graphs.append(graph)
+        if len(graphs) == 1:  # as inductor does where a number becomes a constant
+            raise torch._dynamo.exc.TensorifyScalarRestartAnalysis
+        return graph.forward
+
+    fast = torch.compile(lambda x: (x * 2).sum(), backend=forgiving("restarting", "the slope"))
+    assert fast(torch.ones(3)) == 6
+    assert len(graphs) == 2
+    assert "cannot be compiled" not in caplog.text
+    torch._dynamo.reset()

@@ -78,11 +78,15 @@ def forgiving(backend: str, part: str) -> Callable[..., Any]:
 
     Triton fails to build some kernels on some cards ("PassManager::run failed"), for sizes that may first come late.
     """
+    from torch._dynamo.exc import RestartAnalysis  # here, where it is needed: the compiler takes a while to be imported
+
     make: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
 
     def compile_or_run(graph: Any, inputs: Any, **options: Any) -> Any:
         try:
             return make(graph, inputs, **options)
+        except RestartAnalysis:  # no failure: the compiler asks for the graph once more
+            raise
         except Exception as error:
             reason = traceback.format_exception_only(error)[-1].strip().rpartition("\n")[2]
             log.warning("%s cannot be compiled and runs uncompiled, slower: %s", part, reason)
