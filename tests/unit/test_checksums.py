@@ -202,7 +202,7 @@ except ImportError:
     sys.exit(77)
 import torch
 from tandem.transport import checksums as module
-from tandem.transport.checksums import ChecksumTally, Shard, _DeviceTally, _matrix
+from tandem.transport.checksums import ChecksumTally, Shard, _DeviceTally
 
 MASK = (1 << 64) - 1
 _DeviceTally.TILE = (8, 32)  # many tiles of small tensors
@@ -212,11 +212,10 @@ cases = []
 for dtype in (getattr(torch, name) for name in sys.argv[1:]):
     t = whole.view(dtype)[:, :96]
     cases += [(t, (0, 0)), (t[3:], (3, 0)), (t[:, 5:], (0, 5)), (t[9:, 1:2], (70000, 1)), (t[0], (0, 0))]
-    cases += [(t.T, (0, 0))]
+    cases += [(t.T, (0, 0)), (t[:, :12].reshape(3, 4, -1)[1:].transpose(1, 2), (1, 0))]  # experts, the other way around
 cases += [(whole.view(torch.bfloat16), (0, 0))]  # far from the others of its kind
 cases += [(whole[4, 3:90].clone(), (8, 0)), (torch.tensor([1.5]), (0, 0))]
-matrices = [(i, _matrix(t, first)) for i, (t, first) in enumerate(cases)]
-tally = _DeviceTally(matrices, len(cases))
+tally = _DeviceTally([(i, Shard("t", *case)) for i, case in enumerate(cases)], len(cases))
 assert {aligned for _, aligned, _, _ in tally._launches} == {True, False}
 for _ in range(2):
     tally.launch()
@@ -249,3 +248,4 @@ def test_cuda_and_cpu_agree() -> None:
         assert checksum(device[3:600], first=(3, 0)) == checksum(host[3:600], first=(3, 0))
         assert checksum(device[:, 5:], first=(0, 5)) == checksum(host[:, 5:], first=(0, 5))
         assert checksum(device[0]) == checksum(host[0])
+        assert checksum(device.view(7, 100, -1).transpose(1, 2)) == checksum(host.view(7, 100, -1).transpose(1, 2))

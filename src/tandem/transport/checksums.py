@@ -30,6 +30,8 @@ COLUMN_SEED = 0x133111EB94D049BB
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 19
 """Elements that a CPU widens at a time: 4 MB of int64, which stays in its cache."""
+_DEVICE_CHUNK = 1 << 24
+"""The same of what is not in rows on a GPU: 128 MB of int64."""
 _WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32"}
 """What an element's bits are seen as, by its size; 8 bytes are two columns, so that no product loses its top bits."""
 
@@ -56,17 +58,14 @@ class ChecksumTally:
     def __init__(self, shards: Iterable[Shard]) -> None:
         self._names: list[str] = []
         self._host: list[tuple[int, Shard]] = []
-        devices: dict[torch.device, list[tuple[int, _Matrix]]] = defaultdict(list)
+        devices: dict[torch.device, list[tuple[int, Shard]]] = defaultdict(list)
         for index, shard in enumerate(shards):
             self._names.append(shard.name)
-            matrix = _matrix(shard.tensor, shard.first)
-            if matrix.words.numel() and matrix.words.device.type == "cpu":
+            if shard.tensor.numel() and shard.tensor.device.type == "cpu":
                 self._host.append((index, shard))
-            elif matrix.words.numel():
-                if matrix.words.untyped_storage().data_ptr() != shard.tensor.untyped_storage().data_ptr():
-                    raise ValueError(f"{shard.name!r} is transposed, and checksums on a GPU are of rows as they lie")
-                devices[matrix.words.device].append((index, matrix))
-        self._devices = [_DeviceTally(matrices, len(self._names)) for matrices in devices.values()]
+            elif shard.tensor.numel():
+                devices[shard.tensor.device].append((index, shard))
+        self._devices = [_DeviceTally(held, len(self._names)) for held in devices.values()]
 
     def take(self) -> Sums:
         """The checksums of what the tensors hold now."""
@@ -151,18 +150,22 @@ class _Matrix:
     column: int
 
 
+def _rows(tensor: Tensor, first: tuple[int, int]) -> tuple[Tensor, int, int]:
+    """A tensor with its place in the whole, a vector as one row."""
+    row, column = first
+    words = 2 if tensor.element_size() == 8 else 1
+    bits = tensor.detach()
+    return (bits.reshape(1, -1), 0, row * words) if bits.ndim < 2 else (bits, row, column * words)
+
+
 def _matrix(tensor: Tensor, first: tuple[int, int]) -> _Matrix:
     """See a tensor as its definition does; vectors lie along the columns, where memory is contiguous."""
-    row, column = first
-    bits = tensor.detach()
-    if bits.ndim < 2:
-        bits, row, column = bits.reshape(1, -1), 0, row
-    elif bits.ndim > 2:
+    bits, row, column = _rows(tensor, first)
+    if bits.ndim > 2:
         bits = bits.flatten(1)
-    size = bits.element_size()
     # Columns that are not side by side (a transposed view) are the one case that is copied whole.
     bits = bits if bits.stride(1) == 1 else bits.contiguous()
-    return _Matrix(bits.view(getattr(torch, _WORDS[size])), row, column * 2 if size == 8 else column)
+    return _Matrix(bits.view(getattr(torch, _WORDS[bits.element_size()])), row, column)
 
 
 def _sum_host(matrix: _Matrix) -> int:
@@ -182,6 +185,26 @@ def _sum_host(matrix: _Matrix) -> int:
     return total
 
 
+def _is_transposed(tensor: Tensor) -> bool:
+    """Whether ``_matrix`` is a copy, as of experts that vLLM stores the other way around."""
+    return _matrix(tensor, (0, 0)).words.data_ptr() != tensor.data_ptr()
+
+
+def _sum_transposed(shard: Shard) -> Tensor:
+    """The same of what is read where it lies, by torch's own operations; nothing waits for it."""
+    bits, row, column = _rows(*shard[1:])
+    bits = bits.contiguous() if bits.element_size() == 8 else bits  # two words each
+    words = bits.view(getattr(torch, _WORDS[bits.element_size()]))
+    a = _weights(ROW_SEED, row + len(words), words.device)[row : row + len(words)]
+    b = _weights(COLUMN_SEED, column + words[0].numel(), words.device)[column : column + words[0].numel()]
+    across, height = b.view(words.shape[1:]), max(1, _DEVICE_CHUNK // len(b))
+    sums = [
+        ((rows.to(torch.int64) * across).flatten(1).sum(1) * down).sum()
+        for rows, down in zip(words.split(height), a.split(height), strict=True)
+    ]
+    return torch.stack(sums).sum()
+
+
 class _DeviceTally:
     """The shards of one device as a table that a kernel walks, tile by tile."""
 
@@ -189,12 +212,14 @@ class _DeviceTally:
     SPAN = 4
     """Rows of a tile that are loaded at once."""
 
-    def __init__(self, matrices: Sequence[tuple[int, _Matrix]], count: int) -> None:
-        device = matrices[0][1].words.device
+    def __init__(self, shards: Sequence[tuple[int, Shard]], count: int) -> None:
+        device = shards[0][1].tensor.device
+        self._transposed = [(index, shard) for index, shard in shards if _is_transposed(shard.tensor)]
+        matrices = [(i, _matrix(s.tensor, s.first)) for i, s in shards if not _is_transposed(s.tensor)]
         self._kept = [matrix.words for _, matrix in matrices]  # the table holds bare addresses
         self.sums = torch.zeros(count, dtype=torch.int64, device=device)
-        self._a = _weights(ROW_SEED, max(m.row + m.words.shape[0] for _, m in matrices), device)
-        self._b = _weights(COLUMN_SEED, max(m.column + m.words.shape[1] for _, m in matrices), device)
+        self._a = _weights(ROW_SEED, max((m.row + m.words.shape[0] for _, m in matrices), default=1), device)
+        self._b = _weights(COLUMN_SEED, max((m.column + m.words.shape[1] for _, m in matrices), default=1), device)
         groups: dict[tuple[int, bool], list[tuple[int, _Matrix]]] = defaultdict(list)
         for index, matrix in matrices:
             groups[matrix.words.element_size(), _aligned(matrix.words)].append((index, matrix))
@@ -226,6 +251,8 @@ class _DeviceTally:
                     table, owners, self._a, self._b, self.sums,
                     WORD=word(size), ALIGNED=aligned, ROWS=rows, COLUMNS=columns, SPAN=self.SPAN,
                 )  # fmt: skip
+            for index, shard in self._transposed:
+                self.sums[index] += _sum_transposed(shard)
 
 
 def _aligned(words: Tensor) -> bool:
