@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import re
 import subprocess
@@ -130,6 +131,35 @@ def test_experts_and_the_head_are_trained_beside_an_adapter_as_peft_loads_them(n
         assert torch.equal(theirs(input_ids=ids).logits, logits)
         assert torch.equal(again(input_ids=ids).logits, logits)
         assert not torch.allclose(logits, model_of(name)(input_ids=ids).logits, atol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by PEFT, of transformers
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_merged_experts_compute_and_learn_what_an_adapters_do(name: str, tmp_path: Path) -> None:
+    plain = Lora(rank=4, target_parameters=("experts.gate_up_proj", "experts.down_proj"))
+    merged = dataclasses.replace(plain, merged=True)
+    assert trained(name, merged, packing.chosen(config_of(name)).packing) < CLOSE
+    ids, outcomes = torch.tensor([PROMPTS[0]]), []
+    for lora in (plain, merged):
+        model = lora.prepare(model_of(name))
+        live = lora.live_tensors(model)
+        torch.manual_seed(0)
+        for key in sorted(live):
+            live[key].data.copy_(torch.randn_like(live[key]) * 0.1)
+        lora.fold(model)
+        logits = model(input_ids=ids, use_cache=False).logits
+        logits.square().mean().backward()
+        slopes = {parameter.data_ptr(): parameter.grad for _, parameter in lora.parameters(model)}
+        outcomes.append((logits, torch.cat([slopes[live[key].data_ptr()].flatten() for key in sorted(live)])))
+    (logits, slope), (folded, theirs) = outcomes
+    assert (folded - logits).norm() < CLOSE * logits.norm()
+    assert (theirs - slope).norm() < CLOSE * slope.norm()
+    assert {key for key, _ in merged.source(model)} >= {
+        f"model.layers.{i}.mlp.experts.{part}_proj" for i in range(2) for part in ("gate_up", "down")
+    }
+    merged.save(model, SimpleNamespace(save_pretrained=lambda _: None), tmp_path)
+    loaded = PeftModel.from_pretrained(model_of(name), tmp_path)(input_ids=ids, use_cache=False).logits
+    assert (loaded - logits).norm() < CLOSE * logits.norm()
 
 
 @pytest.mark.parametrize(

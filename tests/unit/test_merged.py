@@ -64,7 +64,7 @@ def stir(trainable: Lora, live: nn.Module, seed: int = 2, size: float = 0.1) -> 
 
 
 def weights(live: nn.Module) -> dict[str, Tensor]:
-    return {name: layer.weight.clone() for name, layer in _merged.layers(live)}
+    return {name: layer.weight.clone() for name, _, layer in _merged.layers(live)}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -119,7 +119,7 @@ def test_starts_as_plain_lora_does() -> None:
     base = model()
     torch.manual_seed(1)
     plain = dict(Lora(rank=4).prepare(base).named_parameters())
-    for name, layer in _merged.layers(live):
+    for _, name, layer in _merged.layers(live):
         assert torch.equal(layer.lora_A, plain[f"base_model.model.{name}.lora_A.default.weight"])
         assert not layer.lora_B.any()
     before = logits(live)
@@ -197,14 +197,15 @@ def test_fold_writes_where_the_weight_is_now() -> None:
     trainable.fold(live)
     there = weights(live)
     fused: dict[str, Tensor] = {}
-    for name, layer in _merged.layers(live):
-        fused[name] = torch.zeros(2 * layer.out_features, layer.in_features)
-        layer.weight.data = fused[name][layer.out_features :]
+    for name, _, layer in _merged.layers(live):
+        out, into = layer.weight.shape
+        fused[name] = torch.zeros(2 * out, into)
+        layer.weight.data = fused[name][out:]
     trainable.fold(live)
     for name, value in there.items():
         assert torch.equal(fused[name][len(value) :], value)
         assert not fused[name][: len(value)].any()
-    assert all(t.untyped_storage().data_ptr() == fused[n[:-7]].untyped_storage().data_ptr() for n, t in source)
+    assert all(t.untyped_storage().data_ptr() == fused[n].untyped_storage().data_ptr() for n, t in source)
 
 
 @pytest.mark.parametrize("tie", [True, False])

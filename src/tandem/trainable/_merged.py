@@ -1,13 +1,13 @@
-"""Merged LoRA: linear layers whose weight is the sum of a frozen one and an adapter.
+"""Merged LoRA: linear layers and experts whose weight is the sum of a frozen one and an adapter.
 
-Dimensions: N positions, I inputs, O outputs, R rank; weights are W_OI, the adapter is A_RI and B_OR.
+Dimensions: N positions, I inputs, O outputs, R rank, E experts; weights are W_OI, the adapter is A_RI and B_OR.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tandem.errors import ConfigError
 
+_WITHIN = ".base_layer"
 _CHUNK = 1 << 24
 """Elements of the float32 product that is held at once."""
 
@@ -68,6 +69,101 @@ class MergedLinear(nn.Linear):
             torch.add(w0_rows, _float32_product(b_rows, a), alpha=self.scale, out=w)
 
 
+class MergedStack(nn.Module):
+    """Stacked experts, for each W = W0 + scale * B A, which ``fold`` writes; the gradient goes to A and B alone.
+
+    A and B have PEFT's layout: (E R, I) and (O, R E), the latter's experts side by side.
+    """
+
+    def __init__(self, layer: Any, scale: float):
+        super().__init__()
+        self._owner = (layer.get_base_layer(),)  # in a tuple: no module within this one
+        self.parameter_name: str = layer.parameter_name
+        self.lora_A = nn.Parameter(layer.lora_A["default"].weight.detach())
+        self.lora_B = nn.Parameter(layer.lora_B["default"].weight.detach())
+        self.scale = scale
+        self.outputs_last = bool(getattr(self._owner[0], "is_transposed", False))
+        """Weights are W_EIO, as those of gpt-oss, not W_EOI."""
+        self._w0 = self.weight.detach().clone()
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The experts' own frozen parameter, under its own name."""
+        weight: nn.Parameter = self._owner[0]._parameters[self.parameter_name]
+        return weight
+
+    def forward(self) -> Tensor:
+        """The weights, from which a gradient goes to A and B."""
+        out: Tensor = _Stack.apply(self.weight, self.lora_A, self.lora_B, self.scale, self.outputs_last)  # type: ignore[no-untyped-call]
+        return out
+
+    def unfold(self) -> None:
+        """Bring all W back to W0, of which no copy is left."""
+        self.weight.data, self._w0 = self._w0.to(self.weight.device), self._w0.new_empty(0)
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """As a layer's."""
+        weight, (a_ERI, b_EOR) = self.weight.detach(), _of_experts(self.lora_A, self.lora_B, len(self.weight))
+        self._w0 = self._w0.to(weight.device)
+        for w, w0, a, b in zip(weight, self._w0, a_ERI, b_EOR, strict=True):
+            product = _float32_product(b, a)
+            torch.add(w0, product.T if self.outputs_last else product, alpha=self.scale, out=w)
+
+
+class _WithStacks:
+    """Mixed into a class of experts: a forward pass reads the weights of its ``MergedStack``s."""
+
+    merged: nn.ModuleDict
+
+    def stacks(self) -> list[MergedStack]:
+        """As PEFT wraps them, from without."""
+        return list(self.merged.values())  # type: ignore[arg-type]
+
+    def forward(self, *args: Any, **more: Any) -> Any:
+        """As the experts'."""
+        self.live = {stack.parameter_name: stack() for stack in self.stacks()} if torch.is_grad_enabled() else {}
+        try:
+            return super().forward(*args, **more)  # type: ignore[misc]
+        finally:
+            self.live = {}
+
+
+def _stacked(experts: Any, stack: MergedStack) -> None:
+    """Have experts read a stack's weights, by a property before the parameter of the same name."""
+    name = stack.parameter_name
+    if not isinstance(experts, _WithStacks):
+        experts.__class__ = type(type(experts).__name__, (_WithStacks, type(experts)), {})
+        experts.merged, experts.live = nn.ModuleDict(), {}
+    experts.merged[name] = stack
+    setattr(type(experts), name, property(lambda self: self.live.get(name, self._parameters[name])))
+
+
+def _of_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """A_ERI and B_EOR, views of what PEFT has."""
+    return a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1)
+
+
+class _Stack(torch.autograd.Function):
+    """Merged experts as they are; the gradient of W is there for one of a layer's stacks at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, a: Tensor, b: Tensor, scale: float, outputs_last: bool) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.scale, ctx.outputs_last = scale, outputs_last
+        return w.view_as(w)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        a_ERI, b_EOR = _of_experts(a, b, len(dw))
+        dw_EOI = dw.transpose(1, 2) if ctx.outputs_last else dw
+        da = (b_EOR.transpose(1, 2) @ dw_EOI).mul_(ctx.scale).reshape(a.shape)
+        db = (dw_EOI @ a_ERI.transpose(1, 2)).mul_(ctx.scale).permute(1, 2, 0).reshape(b.shape)
+        return None, da, db, None, None
+
+
 def _here(weight: Any) -> Tensor:
     """What of a weight is in this process."""
     here: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
@@ -114,17 +210,37 @@ def convert(adapted: nn.Module, scale: float) -> nn.Module:
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     adapters: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]
     for name, layer in adapters:
-        linear = layer.get_base_layer()
-        _check(name, linear, owners[id(linear.weight)])
+        base = layer.get_base_layer()
+        if hasattr(layer, "parameter_name"):
+            if not name.endswith(_WITHIN):  # PEFT wraps what it has wrapped for another parameter of the same experts
+                model.set_submodule(name, base)
+            _stacked(base, MergedStack(layer, scale))
+            continue
+        _check(name, base, owners[id(base.weight)])
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        model.set_submodule(name, MergedLinear(linear, a, b, scale))
+        model.set_submodule(name, MergedLinear(base, a, b, scale))
     del model.peft_config  # PEFT left it; it is a plain model again
     return model
 
 
-def layers(model: nn.Module) -> Iterator[tuple[str, MergedLinear]]:
-    """Merged layers by name."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, MergedLinear))
+class Merged(NamedTuple):
+    """What holds a merged weight, as it is in a model."""
+
+    weight_name: str
+    """By its Hugging Face name."""
+    adapter_name: str
+    """What PEFT calls the module that holds its A and B."""
+    module: MergedLinear | MergedStack
+
+
+def layers(model: nn.Module) -> Iterator[Merged]:
+    """Everything in a model that holds a merged weight."""
+    for name, module in model.named_modules():
+        if isinstance(module, MergedLinear):
+            yield Merged(f"{name}.weight", name, module)
+        elif isinstance(module, _WithStacks):
+            for depth, stack in enumerate(module.stacks()):
+                yield Merged(f"{name}.{stack.parameter_name}", name + _WITHIN * depth, stack)
 
 
 def _check(name: str, linear: Any, owners: int) -> None:

@@ -61,8 +61,8 @@ class Lora(Trainable):
         check_bounds(self)
         if not self.target_modules and not self.target_parameters:
             raise ValueError("target_modules must name at least one module, or be all-linear")
-        if self.merged and (self.target_parameters or self.modules_to_save):
-            raise ValueError("merged adapts linear layers alone: remove target_parameters and modules_to_save")
+        if self.merged and self.modules_to_save:
+            raise ValueError("merged trains adapters alone: remove modules_to_save")
         if isinstance(self.target_modules, str):
             try:
                 re.compile(self.target_modules)
@@ -185,22 +185,22 @@ class Lora(Trainable):
         """The adapter's tensors; merged, the adapted layers' weights under their Hugging Face names."""
         if not self.merged:
             return super().source(model)
-        return [(f"{name}.weight", layer.weight) for name, layer in _merged_layers(model)]
+        return [(name, module.weight) for name, _, module in _merged_layers(model)]
 
     def fold(self, model: torch.nn.Module) -> None:
         """Merged: write W0 + alpha/rank * B A into every adapted weight; otherwise nothing."""
-        for _, layer in _merged_layers(model):
-            layer.fold()
+        for _, _, module in _merged_layers(model):
+            module.fold()
 
     def unfold(self, model: torch.nn.Module) -> None:
         """Merged: every adapted weight is W0 again."""
-        for _, layer in _merged_layers(model):
-            layer.unfold()
+        for _, _, module in _merged_layers(model):
+            module.unfold()
 
     def cut(self, model: torch.nn.Module, part: Callable[[str], tuple[slice, slice]]) -> None:
         """Merged: take a rank's part of every W0."""
-        for name, layer in _merged_layers(model):
-            layer.cut(*part(f"{name}.weight"))
+        for name, _, module in _merged_layers(model):
+            module.cut(*part(name))
 
     @property
     def folds(self) -> bool:
@@ -224,6 +224,9 @@ class Lora(Trainable):
     def adapter_config(self, model: torch.nn.Module) -> dict[str, Any]:
         """Rank, alpha, the adapted modules by name and the rest of PEFT's ``adapter_config.json``, as plain data."""
         experts = {name for name, module in model.named_modules() if hasattr(module, "parameter_name")}
+        experts |= {
+            f"{_PREFIX}{name}" for _, name, module in _merged_layers(model) if hasattr(module, "parameter_name")
+        }
         names = {name.rpartition(".lora_")[0] for name in self.live_tensors(model) if ".lora_" in name} - experts
         names = {name.removeprefix(_PREFIX) for name in names}
         targets = self.target_modules
@@ -238,7 +241,7 @@ class Lora(Trainable):
 
     def kept_bytes(self, model: torch.nn.Module) -> int:
         """Merged: W0 of the adapted layers."""
-        return sum(layer.weight.nbytes for _, layer in _merged_layers(model))
+        return sum(module.weight.nbytes for _, _, module in _merged_layers(model))
 
     def live_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """The adapter's under the names of its file."""
@@ -248,8 +251,8 @@ class Lora(Trainable):
             live: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
             return live
         return {
-            f"{_PREFIX}{name}.{part}.weight": getattr(layer, part).detach()
-            for name, layer in _merged_layers(model)
+            f"{_PREFIX}{name}.{part}.weight": getattr(module, part).detach()
+            for _, name, module in _merged_layers(model)
             for part in ("lora_A", "lora_B")
         }
 
@@ -278,8 +281,8 @@ def _short(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def _merged_layers(model: torch.nn.Module) -> Iterable[tuple[str, Any]]:
-    """Name and module of each layer that holds a merged weight."""
+def _merged_layers(model: torch.nn.Module) -> Iterable[tuple[str, str, Any]]:
+    """A merged weight's name, its adapter's, and the module that holds both, for each."""
     from tandem.trainable import _merged  # which needs torch
 
     return _merged.layers(model)

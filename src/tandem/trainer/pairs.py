@@ -44,6 +44,8 @@ def check_pairs(config: RunConfig) -> None:
         for option in ("target_parameters", "modules_to_save"):
             if getattr(config.trainable, option, ()):
                 raise UnsupportedPair(f"trainable.{option}: vLLM adapts linear layers alone; choose engine: embedded")
+    elif config.distributed.shard == "weights" and getattr(config.trainable, "target_parameters", None):
+        raise UnsupportedPair("distributed.shard: weights cannot cut merged experts; set it to states")
     _sync(config).check(trainable=config.trainable, engine=config.engine)
     _check_lag(config)
 
