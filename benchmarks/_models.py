@@ -140,7 +140,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 _SMALL = {"hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 1536, "head_dim": 64, "vocab_size": 8000}
 SHAPES["hybrid-small"] = {**SHAPES["qwen3.5-2b"], **_SMALL, "linear_key_head_dim": 64, "mlp_only_layers": [0, 1, 2]}
 
-CONTEXT = 4096
+CONTEXT = 16384
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

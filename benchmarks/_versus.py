@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import random
 import signal
@@ -44,7 +45,7 @@ class Work:
     siblings: int = 8
     """Completions of each."""
     tokens: int = 256
-    """Of each completion, exactly."""
+    """Of each completion, exactly; with ``tail`` at most."""
     prompt: int = 96
     """Tokens of each prompt, the chat template included."""
     steps: int = 7
@@ -54,6 +55,10 @@ class Work:
     graded: str = ""
     """GSM8K's train.jsonl: its questions, answers that end where they do and have ``tokens`` at most, and math_verify's
     grades. Empty: made-up prompts, answers of exactly so many tokens, and a reward that costs nothing."""
+
+    tail: float = 0.0
+    """Lengths are lognormal: their median is a sixteenth of ``tokens``, and this the standard deviation of their
+    logarithm (Tandem's half alone)."""
 
     reward: str = "verified"
     """Of graded answers; ``drawn`` costs as much, and two groups in five are equal."""
@@ -69,6 +74,13 @@ class Work:
         if self.graded:
             return QUESTION + self.tokens
         return max(256, -(-(self.prompt + self.turns * (self.tokens + TEMPLATE + len(GO_ON))) // 64) * 64)
+
+    def lengths(self) -> Iterator[int]:
+        """Of one completion after another."""
+        chance = random.Random(0)
+        while True:
+            drawn = self.tokens / 16 * math.exp(chance.gauss(0.0, self.tail)) if self.tail else self.tokens
+            yield min(self.tokens, max(1, round(drawn)))
 
     def prompts(self) -> list[str]:
         """Messages of a user, no two alike, enough for one step more than is measured."""

@@ -31,6 +31,7 @@ import torch
 from _versus import GO_ON, INSTRUCTION, Parts, Work, add_work, append, multiplied, peak_gb, synchronize, work_of
 
 from tandem.config import loading as recipes
+from tandem.engines.vllm import protocol
 from tandem.envs.base import Chat, Environment, Split
 from tandem.errors import DoesNotFit
 from tandem.model.policy import Policy
@@ -140,6 +141,7 @@ def instrument(parts: Parts, lines: Path, work: Work, looks: Looks | None = None
     """A stopwatch around the parts of the loop, and the differences to a run that are told above."""
     take, pack, commit = RolloutBuffer.take, Packer.__call__, WeightSyncSession.commit
     train, apply = Step.forward_backward, Step.apply
+    completion_request, lengths = protocol.completion_request, work.lengths()
 
     async def timed_take(self: RolloutBuffer) -> Any:
         with parts.timed("sampling"):
@@ -175,6 +177,9 @@ def instrument(parts: Parts, lines: Path, work: Work, looks: Looks | None = None
             await self.work.policy.compute(synchronize)
             return metrics
 
+    def of_length(*args: Any, limit: int, **more: Any) -> Any:
+        return completion_request(*args, limit=min(limit, next(lengths)), **more)
+
     @contextlib.asynccontextmanager
     async def timed_commit(self: WeightSyncSession, step: int, **more: Any) -> AsyncIterator[Commit]:
         before = parts.get("optimizer")
@@ -190,6 +195,7 @@ def instrument(parts: Parts, lines: Path, work: Work, looks: Looks | None = None
         (Step, "apply"): timed_apply,
         (WeightSyncSession, "commit"): timed_commit,
         (MemoryPlan, "require"): _warning_only(MemoryPlan.require),
+        (protocol, "completion_request"): of_length,
     }
     if not work.graded:
         changed[Policy, "end_tokens"] = property(lambda self: frozenset())

@@ -325,14 +325,21 @@ def test_the_environment_is_the_engines_own() -> None:
     assert environment({})["DO_NOT_TRACK"] == "1"
 
 
-def test_the_import_path_holds_this_package_alone(tmp_path: Path) -> None:
+def test_the_import_path_holds_this_package_and_a_plugin_alone(tmp_path: Path) -> None:
     folder = import_path(tmp_path / "a" / "b")
-    assert [entry.name for entry in folder.iterdir()] == ["tandem"]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["tandem", "tandem_engine-0.dist-info"]
     assert import_path(folder) == folder
     code = "import sys, tandem.errors; print(tandem.__file__); print(*[p for p in sys.path if 'site-packages' in p])"
     env = environment(os.environ, PYTHONPATH=str(folder))
     out = subprocess.run([sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True, check=True)
     assert out.stdout.splitlines() == [str(folder / "tandem" / "__init__.py"), ""]
+
+    code = (
+        "from importlib.metadata import entry_points;"
+        "(plugin,) = entry_points(group='vllm.general_plugins'); print(plugin.load().__name__)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "fork_workers"
 
     (folder / "tandem").unlink()
     (folder / "tandem").symlink_to(tmp_path / "of an older checkout")

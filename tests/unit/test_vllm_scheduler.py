@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -319,3 +320,18 @@ def test_the_vllm_that_is_installed_hands_them_over_as_known() -> None:
     assert tuple(names) == FIELDS
     methods = {node.name for node in body("core/sched/scheduler.py", "Scheduler") if isinstance(node, ast.FunctionDef)}
     assert {"update_from_output", "finish_requests"} <= methods
+
+
+@pytest.mark.parametrize("child", [True, False], ids=["the scheduler's process", "the server"])
+@pytest.mark.parametrize("cuda", [True, False])
+def test_workers_are_forked_on_cuda_and_not_by_the_server(
+    child: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platforms = ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(is_cuda=lambda: cuda)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr(speedups.multiprocessing, "parent_process", lambda: object() if child else None)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    speedups.fork_workers()
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == ("fork" if child and cuda else "spawn")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,18 @@ PIECE = 32
 FIELDS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")
 """Of vLLM's ``LogprobsLists``, as far as they are known here; the last says where each request's rows begin, and is
 None where each has one row, or all rows are of one request."""
+
+
+def fork_workers() -> None:
+    """vLLM plugin: workers are forked by the scheduler's process, instead of importing vLLM anew, which takes 12 s.
+
+    The server must not fork: the scheduler would hold its socket. Where something has begun CUDA in the scheduler's
+    process, such as an import of torchao, vLLM spawns all the same and says so.
+    """
+    from vllm.platforms import current_platform
+
+    if multiprocessing.parent_process() is not None and current_platform.is_cuda():
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
 def scheduler(**kwargs: Any) -> Any:

@@ -277,7 +277,7 @@ def environment(base: Mapping[str, str], *, python: str | None = None, **extra: 
 
 
 def import_path(folder: Path) -> Path:
-    """Make a folder that holds this package and nothing else, for the engine's ``PYTHONPATH``.
+    """Make a folder that holds this package and a vLLM plugin of its, for the engine's ``PYTHONPATH``.
 
     The trainer's own ``site-packages`` there would give the engine the trainer's torch instead of its own.
     """
@@ -287,6 +287,11 @@ def import_path(folder: Path) -> Path:
         link.unlink(missing_ok=True)
         with contextlib.suppress(FileExistsError):  # another rank of the run made it in this moment
             link.symlink_to(package, target_is_directory=True)
+    plugin = folder / "tandem_engine-0.dist-info"
+    plugin.mkdir(exist_ok=True)
+    (plugin / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ntandem = tandem.engines.vllm.speedups:fork_workers\n"
+    )
     return folder.absolute()
 
 
