@@ -92,10 +92,13 @@ class Looks:
         before = time.perf_counter()
         while True:
             time.sleep(self.EVERY)
+            if not self.waited:  # nor does a look take time from what is measured then
+                before = time.perf_counter()
+                continue
             with urllib.request.urlopen(f"{self.url}/health") as answer:
                 requests = json.load(answer)
             now = time.perf_counter()
-            if self.waited and not requests["running"] + requests["waiting"]:
+            if not requests["running"] + requests["waiting"]:
                 self.seconds += now - before
             before = now
 

@@ -484,6 +484,20 @@ EDITED = (
         FAMILY_TESTS,
     ),
     edit(
+        "an expert's adapter learns from another's gradient",
+        "tandem/trainable/_merged.py",
+        ".mul_(ctx.scale).permute(1, 2, 0).reshape(b.shape)",
+        ".mul_(ctx.scale).permute(1, 0, 2).reshape(b.shape)",
+        "tests/unit/test_families.py -k merged_experts",
+    ),
+    edit(
+        "experts that are stored the other way around are summed as they lie",
+        "tandem/transport/checksums.py",
+        "across, height = b.view(words.shape[1:]),",
+        "across, height = b.view(words.shape[:0:-1]).T,",
+        "tests/unit/test_checksums.py -k other_way",
+    ),
+    edit(
         "a compiler that begins once more has failed",
         "tandem/model/compilation.py",
         "        except RestartAnalysis:  # no failure: the compiler asks for the graph once more\n            raise\n",

@@ -98,6 +98,20 @@ def test_a_family_is_certified(name: str, tmp_path: Path) -> None:
     assert unproven(load(Path("recipes/arithmetic.yaml"), [f"model={tmp_path / name}"]).config) == []
 
 
+EXPERTS = "target_parameters: [experts.gate_up_proj, experts.down_proj]"
+ADAPTERS = {
+    "qwen3_moe": f"{{kind: lora, rank: 4, use_rslora: true, modules_to_save: [lm_head], {EXPERTS}}}",
+    "gpt_oss": f"{{kind: lora, rank: 4, merged: true, {EXPERTS}}}",
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_of_experts_are_certified(name: str, tmp_path: Path) -> None:
+    config_of(name).save_pretrained(tmp_path)
+    overrides = [f"model={tmp_path}", f"trainable={ADAPTERS[name]}"]
+    assert not unproven(load(Path("recipes/arithmetic.yaml"), overrides).config)
+
+
 def test_what_a_broker_sends_is_certified_too(architectures: Path) -> None:
     own = ["broker.env_advantages=true", "loss=gspo", "loss.gradient=token"]
     assert unproven(recipe("broker", architectures, own)) == []

@@ -191,6 +191,14 @@ def test_wide_loads_are_promised_only_where_they_hold() -> None:
     assert not module._aligned(base.view(-1)[:4000].view(50, 80)[:, :72].as_strided((50, 64), (72, 1)))  # rows drift
 
 
+def test_what_is_stored_the_other_way_around_is_summed_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_DEVICE_CHUNK", 100)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        experts = random_bits((4, 60), dtype)[1:].view(3, 6, -1).transpose(1, 2)
+        for tensor, first in ((experts, (1, 0)), (experts[0], (3, 5)), (experts[0, 0], (7, 0))):
+            assert int(module._sum_transposed(Shard("a", tensor, first))) % 2**64 == checksum(tensor, first=first)
+
+
 NO_TRITON = 77
 """What the program below ends with in an environment that has none."""
 KERNEL = """

@@ -141,6 +141,10 @@ def test_options_of_ours_are_on_or_off(option: str) -> None:
         assert absent not in arguments
 
 
+def test_prompts_are_cached_where_vllm_does_so_by_itself() -> None:
+    assert not [argument for argument in command() if "prefix-caching" in argument]
+
+
 # What this machine lacks
 
 

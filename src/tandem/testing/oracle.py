@@ -474,19 +474,32 @@ class PlainModel:
         causal: Any = self.model
         causal.set_attn_implementation("sdpa" if causal._supports_sdpa else "eager")
         causal.set_experts_implementation("eager")  # products of experts by groups know no float64
-        self._parameters = dict(self.model.named_parameters())
         self.kind, options = trainable
+        self._saved = self._apart(tuple(f".{end}" for end in options.get("modules_to_save", ())))
+        self._parameters = dict(self.model.named_parameters())
         self._merged = bool(options.get("merged"))
-        self._scale = options["alpha"] / options["rank"] if self.kind == "lora" else 0.0
+        self._scale = 0.0
+        if self.kind == "lora":
+            self._scale = options["alpha"] / options["rank"] ** (0.5 if options["use_rslora"] else 1)
         self._factors = self._adapted(options) if self.kind == "lora" else {}
         wanted = options.get("layers")
         self._first = {name: self._parameters[name].detach().clone() for name in self._factors}
         seen = ("visual.", "vision_tower.", "multi_modal_projector.")  # a policy of text does not train what sees
         named = [name for name in self._parameters if not any(part in name for part in seen)]
         whole = [name for name in named if wanted is None or _layer(name) in wanted]
-        self.names = frozenset(n for pair in self._factors.values() for n in pair) or frozenset(whole)
+        adapters = {n for pair in self._factors.values() for n in pair} | set(self._saved.values())
+        self.names = frozenset(adapters or whole)
         """Of what is trained, by the recipe."""
         self._leaves: dict[str, Tensor] = {}
+
+    def _apart(self, ends: tuple[str, ...]) -> dict[str, str]:
+        """Names of the weights of modules that are trained whole, each with PEFT's; what they were tied to stays."""
+        saved = {}
+        for name, module in [(n, m) for n, m in self.model.named_modules() if f".{n}".endswith(ends)]:
+            self.model.set_submodule(name, copy.deepcopy(module))
+            for key, _ in module.named_parameters():
+                saved[f"{name}.{key}"] = f"base_model.model.{name}.modules_to_save.default.{key}"
+        return saved
 
     def _adapted(self, options: Options) -> dict[str, tuple[str, str]]:
         """Names of the two factors of what is added, by that of the weight it is added to."""
@@ -502,14 +515,36 @@ class PlainModel:
                 a, b = f"{name}.lora_A", f"{name}.lora_B"
                 peft = [f"base_model.model.{factor}.default.weight" for factor in (a, b)]
                 factors[f"{name}.weight"] = (a, b) if self._merged else (peft[0], peft[1])
+            ends = tuple(f".{end}" for end in options["target_parameters"])
+            stacks = [key for key, p in module.named_parameters(recurse=False) if p.dim() == 3]
+            stacks = [key for key in stacks if within and f".{name}.{key}".endswith(ends)]
+            for depth, key in enumerate(reversed(stacks)):  # PEFT wraps what it has wrapped for the one before
+                wrapped = f"base_model.model.{name}{'.base_layer' * depth}"
+                a, b = (f"{wrapped}.lora_{factor}.default.weight" for factor in "AB")
+                merged = f"{name}.merged.{key}.lora_A", f"{name}.merged.{key}.lora_B"
+                factors[f"{name}.{key}"] = merged if self._merged else (a, b)
         return factors
+
+    def _added(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """What an adapter adds to a weight: B A, or that of each expert, whose weights some have the other way around.
+
+        PEFT has the experts' A above each other, (E R, I), and their B's columns side by side, (O, R E).
+        """
+        weight = self._first[name]
+        if weight.dim() == 2:
+            return b @ a
+        experts = len(weight)
+        product = torch.einsum("ore,eri->eoi", b.view(len(b), -1, experts), a.view(experts, -1, a.shape[1]))
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        return product.transpose(1, 2) if getattr(owner, "is_transposed", False) else product
 
     def weights(self, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the model computes with, by its own names, differentiable; ``trained`` by the names of the policy."""
         if not self._factors:
             return {name: trained[name].double() for name in self.names & trained.keys()}
-        return {
-            name: self._first[name] + self._scale * trained[b].double() @ trained[a].double()
+        whole = {name: trained[theirs].double() for name, theirs in self._saved.items() if theirs in trained}
+        return whole | {
+            name: self._first[name] + self._scale * self._added(name, trained[a].double(), trained[b].double())
             for name, (a, b) in self._factors.items()
             if {a, b} <= trained.keys()
         }

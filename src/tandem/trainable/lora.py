@@ -48,7 +48,7 @@ class Lora(Trainable):
     regular expression of whole names; all-linear takes all but the output head, and no experts."""
     target_parameters: tuple[str, ...] = ()
     """Experts that are adapted, each with A and B of its own: ends of names of three-dimensional parameters, such as
-    experts.gate_up_proj and experts.down_proj."""
+    experts.gate_up_proj and experts.down_proj; beside vLLM merged."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained whole and saved with the adapter, by ends of names, such as lm_head or embed_tokens."""
     use_rslora: bool = False

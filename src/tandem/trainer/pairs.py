@@ -41,9 +41,12 @@ def check_pairs(config: RunConfig) -> None:
     if config.trainable.payload == "adapter" and most is not None and rank > most:
         raise UnsupportedPair(f"trainable.rank: vLLM has room for ranks up to {most}, not {rank}")
     if config.trainable.payload == "adapter" and most is not None:
-        for option in ("target_parameters", "modules_to_save"):
+        for option, fix in (
+            ("target_parameters", "set merged to true"),
+            ("modules_to_save", "choose engine: embedded"),
+        ):
             if getattr(config.trainable, option, ()):
-                raise UnsupportedPair(f"trainable.{option}: vLLM adapts linear layers alone; choose engine: embedded")
+                raise UnsupportedPair(f"trainable.{option}: vLLM adapts linear layers alone; {fix}")
     elif config.distributed.shard == "weights" and getattr(config.trainable, "target_parameters", None):
         raise UnsupportedPair("distributed.shard: weights cannot cut merged experts; set it to states")
     _sync(config).check(trainable=config.trainable, engine=config.engine)

@@ -22,7 +22,7 @@ _RESUME = "to go on with a run: tandem train RUN"
 _ENGINE: tuple[tuple[str, Takes, Json], ...] = (
     ("gpu_memory_utilization", "number", None), ("tensor_parallel_size", "count", 1), ("max_model_len", "whole", None),
     ("max_num_seqs", "whole", 256), ("enforce_eager", "truth", False), ("limit_mm_per_prompt", "mapping", None),
-    ("enable_prefix_caching", "truth", True),
+    ("enable_prefix_caching", "truth", None),
 )  # fmt: skip
 _ARGS: tuple[tuple[str, Takes, Json], ...] = (
     ("disable_custom_all_reduce", "truth", False), ("disable_cascade_attn", "truth", False),

@@ -90,8 +90,9 @@ class Vllm(EngineSpec):
     """Most answers sampled at once, beside a probe of new weights; null: two steps' answers, from 64 to 1024."""
     enforce_eager: bool = False
     """True does without CUDA graphs and compilation: a faster start, slower sampling."""
-    enable_prefix_caching: bool = True
-    """Keep the keys and values of prompts for the next request with the same beginning and the same weights."""
+    enable_prefix_caching: bool | None = None
+    """Keep the keys and values of prompts for the next request with the same beginning and the same weights; null: if
+    this vLLM does so by itself for the model, which 0.26 does not for hybrids."""
     tensor_parallel_size: int = bounded(1, least=1)
     """Accelerators of one engine."""
     limit_mm_per_prompt: dict[str, int] = field(default_factory=dict)
