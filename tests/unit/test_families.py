@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import os
 import re
@@ -136,7 +137,8 @@ def test_experts_and_the_head_are_trained_beside_an_adapter_as_peft_loads_them(n
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by PEFT, of transformers
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_merged_experts_compute_and_learn_what_an_adapters_do(name: str, tmp_path: Path) -> None:
-    plain = Lora(rank=4, target_parameters=("experts.gate_up_proj", "experts.down_proj"))
+    experts = ("experts.gate_up_proj", "experts.down_proj")
+    plain = Lora(rank=4, target_parameters=experts, modules_to_save=("lm_head",))
     merged = dataclasses.replace(plain, merged=True)
     assert trained(name, merged, packing.chosen(config_of(name)).packing) < CLOSE
     ids, outcomes = torch.tensor([PROMPTS[0]]), []
@@ -154,11 +156,29 @@ def test_merged_experts_compute_and_learn_what_an_adapters_do(name: str, tmp_pat
     (logits, slope), (folded, theirs) = outcomes
     assert (folded - logits).norm() < CLOSE * logits.norm()
     assert (theirs - slope).norm() < CLOSE * slope.norm()
-    assert {key for key, _ in merged.source(model)} >= {
-        f"model.layers.{i}.mlp.experts.{part}_proj" for i in range(2) for part in ("gate_up", "down")
-    }
+    source = [key for key, _ in merged.source(model)]
+    assert {*source} >= {f"model.layers.{i}.mlp.{part}" for i in range(2) for part in experts} | {"lm_head.weight"}
+    assert merged.base_names(model).keys() == dict(model_of(name).named_parameters()).keys()
     merged.save(model, SimpleNamespace(save_pretrained=lambda _: None), tmp_path)
     loaded = PeftModel.from_pretrained(model_of(name), tmp_path)(input_ids=ids, use_cache=False).logits
+    assert (loaded - logits).norm() < CLOSE * logits.norm()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by PEFT, of transformers
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # by PEFT, which unties them
+def test_a_tied_head_that_is_trained_whole_stays_tied_and_is_saved_under_both_names(tmp_path: Path) -> None:
+    config = config_of("llama")
+    config.tie_word_embeddings = True
+    base = packing.causal_class(config).from_config(config)
+    lora, ids = Lora(rank=4, merged=True, modules_to_save=("lm_head",)), torch.tensor([PROMPTS[0]])
+    model = lora.prepare(copy.deepcopy(base))
+    assert [key for key, _ in lora.source(model) if "_proj" not in key] == ["model.embed_tokens.weight"]
+    with torch.no_grad():
+        for _, parameter in lora.parameters(model):
+            parameter += torch.randn_like(parameter) * 0.1
+        lora.fold(model)
+        lora.save(model, SimpleNamespace(save_pretrained=lambda _: None), tmp_path)
+        loaded, logits = PeftModel.from_pretrained(base, tmp_path)(input_ids=ids).logits, model(input_ids=ids).logits
     assert (loaded - logits).norm() < CLOSE * logits.norm()
 
 

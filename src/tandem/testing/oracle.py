@@ -475,9 +475,9 @@ class PlainModel:
         causal.set_attn_implementation("sdpa" if causal._supports_sdpa else "eager")
         causal.set_experts_implementation("eager")  # products of experts by groups know no float64
         self.kind, options = trainable
+        self._merged = bool(options.get("merged"))
         self._saved = self._apart(tuple(f".{end}" for end in options.get("modules_to_save", ())))
         self._parameters = dict(self.model.named_parameters())
-        self._merged = bool(options.get("merged"))
         self._scale = 0.0
         if self.kind == "lora":
             self._scale = options["alpha"] / options["rank"] ** (0.5 if options["use_rslora"] else 1)
@@ -493,9 +493,15 @@ class PlainModel:
         self._leaves: dict[str, Tensor] = {}
 
     def _apart(self, ends: tuple[str, ...]) -> dict[str, str]:
-        """Names of the weights of modules that are trained whole, each with PEFT's; what they were tied to stays."""
-        saved = {}
-        for name, module in [(n, m) for n, m in self.model.named_modules() if f".{n}".endswith(ends)]:
+        """Names of the weights of modules that are trained whole, each with PEFT's; what they were tied to stays.
+
+        Merged, the modules themselves are trained, and what they are tied to.
+        """
+        saved, modules = {}, [(n, m) for n, m in self.model.named_modules() if f".{n}".endswith(ends)]
+        if self._merged:
+            wanted = {id(p) for _, module in modules for p in module.parameters()}
+            return {name: name for name, p in self.model.named_parameters() if id(p) in wanted}
+        for name, module in modules:
             self.model.set_submodule(name, copy.deepcopy(module))
             for key, _ in module.named_parameters():
                 saved[f"{name}.{key}"] = f"base_model.model.{name}.modules_to_save.default.{key}"

@@ -48,7 +48,7 @@ class Lora(Trainable):
     regular expression of whole names; all-linear takes all but the output head, and no experts."""
     target_parameters: tuple[str, ...] = ()
     """Experts that are adapted, each with A and B of its own: ends of names of three-dimensional parameters, such as
-    experts.gate_up_proj and experts.down_proj; beside vLLM merged."""
+    experts.gate_up_proj and experts.down_proj; beside vLLM merged, as modules_to_save."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained whole and saved with the adapter, by ends of names, such as lm_head or embed_tokens."""
     use_rslora: bool = False
@@ -61,8 +61,6 @@ class Lora(Trainable):
         check_bounds(self)
         if not self.target_modules and not self.target_parameters:
             raise ValueError("target_modules must name at least one module, or be all-linear")
-        if self.merged and self.modules_to_save:
-            raise ValueError("merged trains adapters alone: remove modules_to_save")
         if isinstance(self.target_modules, str):
             try:
                 re.compile(self.target_modules)
@@ -78,22 +76,32 @@ class Lora(Trainable):
         """Freeze the model, inject the adapter; A is drawn from torch's global generator, which the caller seeds."""
         from peft import get_peft_model
 
-        targets, experts = self.targets(model), self.experts(model)
+        config = self._config(self.targets(model), self.experts(model))
+        if self.merged:
+            config.modules_to_save = None  # trained where they are, not in PEFT's copies
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         with warnings.catch_warnings():
             # PEFT asks transformers for a property by a name that transformers has since deprecated.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            adapted: torch.nn.Module = get_peft_model(
-                model, self._config(targets, experts), autocast_adapter_dtype=False
-            )
+            adapted: torch.nn.Module = get_peft_model(model, config, autocast_adapter_dtype=False)
         if self.merged:
             from tandem.trainable import _merged
 
-            return _merged.convert(adapted, self._scaling)
+            plain = _merged.convert(adapted, self._scaling)
+            for _, parameter in self._whole(plain):
+                parameter.requires_grad_(True)
+            return plain
         from tandem.trainable import _adapted  # which imports PEFT
 
         return _adapted.adapt(adapted)
+
+    def _whole(self, model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+        """Weights of ``modules_to_save``, tied ones under each name."""
+        ends = tuple(f".{end}" for end in self.modules_to_save)
+        modules = [module for name, module in model.named_modules() if f".{name}".endswith(ends)]
+        wanted = {id(parameter) for module in modules for parameter in module.parameters()}
+        return [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) in wanted]
 
     @property
     def _scaling(self) -> float:
@@ -182,10 +190,12 @@ class Lora(Trainable):
         return f"adapters on {', '.join(on)}{rest}"
 
     def source(self, model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-        """The adapter's tensors; merged, the adapted layers' weights under their Hugging Face names."""
+        """The adapter's tensors; merged, weights that hold one or are trained whole, by their Hugging Face names."""
         if not self.merged:
             return super().source(model)
-        return [(name, module.weight) for name, _, module in _merged_layers(model)]
+        whole = {id(parameter) for _, parameter in self._whole(model)}
+        saved = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in whole]
+        return [(name, module.weight) for name, _, module in _merged_layers(model)] + saved
 
     def fold(self, model: torch.nn.Module) -> None:
         """Merged: write W0 + alpha/rank * B A into every adapted weight; otherwise nothing."""
@@ -216,7 +226,8 @@ class Lora(Trainable):
 
     def base_names(self, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         """The causal model's own weights, under the names they had before the adapter came."""
-        adapter = {id(parameter) for _, parameter in self.parameters(model)}
+        added = ("lora_", ".modules_to_save.")
+        adapter = {id(p) for name, p in self.parameters(model) if any(part in name for part in added)}
         causal = getattr(model, "get_base_model", lambda: model)()
         base = ((name, p) for name, p in causal.named_parameters() if id(p) not in adapter)
         return {re.sub(r"\.(?:base_layer|original_module)(?=\.)", "", name): p for name, p in base}
@@ -233,6 +244,8 @@ class Lora(Trainable):
         whole = targets != "all-linear" and (isinstance(targets, str) or any("." in end for end in targets))
         short = names if whole else {name.rpartition(".")[2] for name in names}
         config = self._config(sorted(short), list(self.target_parameters))
+        if self.merged and self.modules_to_save:  # and what they are tied to
+            config.modules_to_save = sorted({name.split(".")[-2] for name, _ in self._whole(model)})
         causal: Any = getattr(model, "get_base_model", lambda: model)()
         config.base_model_name_or_path = causal.name_or_path or None
         config.inference_mode = True
@@ -250,7 +263,8 @@ class Lora(Trainable):
 
             live: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
             return live
-        return {
+        whole = {f"{_PREFIX}{name}": parameter.detach() for name, parameter in self._whole(model)}
+        return whole | {
             f"{_PREFIX}{name}.{part}.weight": getattr(module, part).detach()
             for _, name, module in _merged_layers(model)
             for part in ("lora_A", "lora_B")

@@ -41,14 +41,13 @@ def check_pairs(config: RunConfig) -> None:
     if config.trainable.payload == "adapter" and most is not None and rank > most:
         raise UnsupportedPair(f"trainable.rank: vLLM has room for ranks up to {most}, not {rank}")
     if config.trainable.payload == "adapter" and most is not None:
-        for option, fix in (
-            ("target_parameters", "set merged to true"),
-            ("modules_to_save", "choose engine: embedded"),
-        ):
+        for option in ("target_parameters", "modules_to_save"):
             if getattr(config.trainable, option, ()):
-                raise UnsupportedPair(f"trainable.{option}: vLLM adapts linear layers alone; {fix}")
-    elif config.distributed.shard == "weights" and getattr(config.trainable, "target_parameters", None):
-        raise UnsupportedPair("distributed.shard: weights cannot cut merged experts; set it to states")
+                raise UnsupportedPair(f"trainable.{option}: vLLM adapts linear layers alone; set merged to true")
+    if getattr(config.trainable, "merged", False) and config.distributed.shard == "weights":
+        for option in ("target_parameters", "modules_to_save"):
+            if getattr(config.trainable, option, ()):
+                raise UnsupportedPair(f"trainable.{option}, merged: set distributed.shard to states; weights cuts them")
     _sync(config).check(trainable=config.trainable, engine=config.engine)
     _check_lag(config)
 

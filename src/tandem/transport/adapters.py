@@ -16,7 +16,9 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[s
     from safetensors.torch import save_file  # which loads torch
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    owners: dict[int, str] = {}  # tied ones are there under each name, of which PEFT makes as many weights
+    apart = {name: t if owners.setdefault(t.data_ptr(), name) == name else t.clone() for name, t in tensors.items()}
+    save_file(apart, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     text = json.dumps(dict(config), indent=2, sort_keys=True)
     (folder / "adapter_config.json").write_text(text, encoding="utf-8")
     machine.apply_umask(folder)
