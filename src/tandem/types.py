@@ -314,8 +314,9 @@ class Group:
     @property
     def zero_variance(self) -> bool:
         """True if the rewards cannot rank the siblings: fewer than two, or all equal."""
-        rewards = {(r.reward, *(turn.reward for turn in r.turns if turn.reward is not None)) for r in self.scored}
-        return len(self.scored) < 2 or len(rewards) == 1
+        scored = self.scored
+        rewards = {(r.reward, *(turn.reward for turn in r.turns if turn.reward is not None)) for r in scored}
+        return len(scored) < 2 or len(rewards) == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -340,7 +340,7 @@ class RolloutBuffer:
 
     def _wave_is_out(self) -> bool:
         """True while a wave of on-policy sampling has groups that are still being played."""
-        return self.ahead == 0 and any(entry.in_flight for entry in self._entries)
+        return self.ahead == 0 and any(entry.in_flight for entry in reversed(self._entries))  # mostly the last ones
 
     def _cut_tail(self) -> None:
         """End a wave whose first groups fill the batch, whatever became of the others.
