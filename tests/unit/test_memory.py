@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import config_of
 from support.tiny_policy import live_policy
 
 from tandem import machine
@@ -100,6 +101,19 @@ def test_what_a_meta_pass_keeps_is_what_a_real_one_keeps(tiny_model: Path) -> No
     config = recipe(dtype="float32")
     counted = memory.Planner(config, load_config(str(tiny_model)), HOST).modelled.token_bytes
     assert 0.9 * real <= counted <= 1.25 * real
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_experts_are_planned_for(name: str) -> None:
+    experts = ("experts.gate_up_proj", "experts.down_proj")
+    plain, merged = (
+        lines(
+            planned(recipe(trainable=part("trainable", "lora", merged=it, target_parameters=experts)), config_of(name))
+        )
+        for it in (False, True)
+    )
+    assert merged["frozen base"] > plain.get("frozen base", 0)
+    assert min(plain["activations"], merged["activations"]) > 0
 
 
 def test_checkpointing_keeps_less_and_leaves_holes_instead(model_config: Any) -> None:

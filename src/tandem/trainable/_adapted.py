@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import Linear
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from tandem.trainable._experts import read_live
 
 _ADAPTER = "default"
 """PEFT's name of an only adapter."""
@@ -37,12 +40,32 @@ class AdaptedLinear(Linear):
         return out_NO.view(*x.shape[:-1], base.out_features)
 
 
+class AdaptedExperts(ParamWrapper):
+    """PEFT's adapter of stacked experts, whose sum is no parametrization: PEFT's autocasts, which is none on meta."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As PEFT's."""
+        experts: Any = self.get_base_layer()
+        if not self.disable_adapters:
+            left, right, scale = self.get_delta_factors(_ADAPTER)  # type: ignore[no-untyped-call]
+            weights: Tensor = getattr(experts, self.parameter_name)
+            experts.live[self.parameter_name] = torch.baddbmm(weights, left, right, alpha=scale)
+        try:
+            out: Tensor = self.base_layer(x, *args, **kwargs)
+        finally:
+            experts.live.pop(self.parameter_name, None)
+        return out
+
+
 def adapt(model: nn.Module) -> nn.Module:
-    """Make a PEFT model's low-rank linear layers ``AdaptedLinear``: the same objects, names and parameters."""
+    """Make a PEFT model's adapters ``AdaptedLinear`` and ``AdaptedExperts``: the same objects, names and parameters."""
     for module in model.modules():
+        # Not a `forward` of its own for each: the compiler would make new code for every layer of a model.
         if type(module) is Linear:
-            # Not a `forward` of its own for each: the compiler would make new code for every layer of a model.
             module.__class__ = AdaptedLinear
+        elif type(module) is ParamWrapper:
+            module.__class__ = AdaptedExperts
+            read_live(module.get_base_layer(), module.parameter_name)
     return model
 
 

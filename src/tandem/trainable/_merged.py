@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from tandem.errors import ConfigError
+from tandem.trainable._experts import read_live
 
 _WITHIN = ".base_layer"
 _CHUNK = 1 << 24
@@ -115,6 +116,7 @@ class _WithStacks:
     """Mixed into a class of experts: a forward pass reads the weights of its ``MergedStack``s."""
 
     merged: nn.ModuleDict
+    live: dict[str, Tensor]
 
     def stacks(self) -> list[MergedStack]:
         """As PEFT wraps them, from without."""
@@ -129,14 +131,13 @@ class _WithStacks:
             self.live = {}
 
 
-def _stacked(experts: Any, stack: MergedStack) -> None:
-    """Have experts read a stack's weights, by a property before the parameter of the same name."""
-    name = stack.parameter_name
+def _add(experts: Any, stack: MergedStack) -> None:
+    """Have experts compute with a stack's weights."""
+    read_live(experts, stack.parameter_name)
     if not isinstance(experts, _WithStacks):
         experts.__class__ = type(type(experts).__name__, (_WithStacks, type(experts)), {})
-        experts.merged, experts.live = nn.ModuleDict(), {}
-    experts.merged[name] = stack
-    setattr(type(experts), name, property(lambda self: self.live.get(name, self._parameters[name])))
+        experts.merged = nn.ModuleDict()
+    experts.merged[stack.parameter_name] = stack
 
 
 def _of_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -214,7 +215,7 @@ def convert(adapted: nn.Module, scale: float) -> nn.Module:
         if hasattr(layer, "parameter_name"):
             if not name.endswith(_WITHIN):  # PEFT wraps what it has wrapped for another parameter of the same experts
                 model.set_submodule(name, base)
-            _stacked(base, MergedStack(layer, scale))
+            _add(base, MergedStack(layer, scale))
             continue
         _check(name, base, owners[id(base.weight)])
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
