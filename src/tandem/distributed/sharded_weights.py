@@ -235,14 +235,14 @@ class ShardedWeights:
         each = max(1, most_bytes // (num_columns * self.dtype.itemsize * (self.ranks + 1)))
         for start in range(0, num_rows, each):
             sent = shard.new_zeros((min(each, num_rows - start), num_columns), dtype=self.dtype)
-            some = _matrix(shard)[start : start + each]
+            some = shard[start : start + each].flatten(1) if shard.dim() > 1 else shard[start : start + each, None]
             sent[: len(some)] = some
             received = [torch.empty_like(sent) for _ in parts] if self.rank == to else None
             dist.gather(sent, received, group=self.group, group_dst=to)
             if whole is not None and received is not None:
                 for part, rows in zip(parts, received, strict=True):
-                    place = Slice(rows=part.rows[start : start + each], columns=part.columns).of(_matrix(whole))
-                    place.copy_(rows[: len(place)])
+                    place = Slice(rows=part.rows[start : start + each], columns=part.columns).of(whole)
+                    place.copy_(rows[: len(place)].view(place.shape))
 
     def writer(self, slices: Mapping[str, Sequence[EngineSlice]]) -> SliceWriter:
         """What writes the weights into the engine's worker beside this rank, as often as they are published.
@@ -277,10 +277,6 @@ class ShardedWeights:
             name: ((high << 32) + low) % (1 << 64)
             for name, (high, low) in zip(self.shapes, halves.tolist(), strict=True)
         }
-
-
-def _matrix(tensor: Tensor) -> Tensor:
-    return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
 
 def _local(parameter: Tensor) -> Tensor:

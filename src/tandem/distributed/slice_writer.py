@@ -152,8 +152,8 @@ class SliceWriter:
 
     def _needed(self, tensor: Gathered, part: Slice, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Where in the worker's memory elements of one rank's part belong, and these."""
-        vector = len(self._shapes[tensor.name]) == 1
-        shape = (len(part.rows),) if vector else (len(part.rows), len(part.columns))
+        whole = self._shapes[tensor.name]
+        shape = (len(part.rows), len(part.columns))[: len(whole)] if len(whole) < 3 else (len(part.rows), *whole[1:])
         values = place[: part.num_elements].view(shape)
         for target in self._slices[tensor.name]:
             common = target.part.overlap(part)
@@ -169,3 +169,6 @@ def _check(shapes: Mapping[str, Any], slices: Mapping[str, Sequence[EngineSlice]
             raise ConfigError(
                 f"the engine holds {name!r} as {targets[0].tensor.dtype}, the model as {dtype}; give both one dtype"
             )
+        if any(target.tensor.shape[2:] != shapes[name][2:] for target in targets):
+            what = f"columns of each expert of {name}, of which ranks hold whole ones"
+            raise ConfigError(f"the engine's workers divide {what}; set engine.tensor_parallel_size to 1")

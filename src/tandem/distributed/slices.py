@@ -7,6 +7,7 @@ and what is not so is gathered. Nothing is trained or published wrongly where th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +22,7 @@ the rows are (Megatron-LM, arXiv 1909.08053)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Some rows and columns of a tensor; a vector is one column.
+    """Some rows and columns of a tensor; a vector is one column, and of stacked matrices each is a row.
 
     Example:
         >>> import torch
@@ -36,9 +37,10 @@ class Slice:
     """Of the whole tensor."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of a whole tensor, as a view."""
+        """This part of a whole tensor, as a view; of stacked matrices, whole rows of each."""
         part = tensor[self.rows.start : self.rows.stop]
-        return part if tensor.dim() < 2 else part[:, self.columns.start : self.columns.stop]
+        width = math.prod(tensor.shape[2:])
+        return part if tensor.dim() < 2 else part[:, self.columns.start // width : self.columns.stop // width]
 
     def contains(self, other: Slice) -> bool:
         """Whether every element of ``other`` is in this part."""
@@ -75,8 +77,8 @@ class Slice:
     @classmethod
     def at(cls, first: tuple[int, int], shape: Sequence[int]) -> Slice:
         """The part of this shape whose first element is in row and column ``first``."""
-        num_columns = shape[1] if len(shape) > 1 else 1
-        return cls(rows=range(first[0], first[0] + shape[0]), columns=range(first[1], first[1] + num_columns))
+        columns = range(first[1], first[1] + math.prod(shape[1:]))
+        return cls(rows=range(first[0], first[0] + shape[0]), columns=columns)
 
 
 class EngineSlice(NamedTuple):
@@ -89,7 +91,7 @@ class EngineSlice(NamedTuple):
 
 
 def shard_dimension(name: str, shape: Sequence[int], ranks: int) -> int:
-    """Dimension along which a tensor is cut among the ranks: 1 for o_proj and down_proj, else 0.
+    """Dimension along which a tensor is cut among the ranks: 1 for o_proj and down_proj, else 0, such as whole experts.
 
     Args:
         name: Hugging Face's.
@@ -99,10 +101,7 @@ def shard_dimension(name: str, shape: Sequence[int], ranks: int) -> int:
     Raises:
         ConfigError: the tensor cannot be cut; its message names it.
     """
-    if len(shape) not in (1, 2):
-        what = f"{name} has {len(shape)} dimensions, as experts and convolutions have"
-        raise ConfigError(f"distributed.shard: weights cuts vectors and matrices, and {what}; use shard: states")
-    if len(shape) == 1 or name.split(".")[-2:][0] not in ROW_PARALLEL:
+    if len(shape) != 2 or name.split(".")[-2:][0] not in ROW_PARALLEL:
         return 0
     if shape[1] % ranks:
         raise ConfigError(
@@ -119,7 +118,7 @@ def shard_slice(name: str, shape: Sequence[int], rank: int, ranks: int) -> Slice
         ConfigError: as ``shard_dimension``.
     """
     dimension = shard_dimension(name, shape, ranks)
-    sizes = (shape[0], shape[1] if len(shape) > 1 else 1)
+    sizes = (shape[0], math.prod(shape[1:]))
     each = -(-sizes[dimension] // ranks)
     cut = range(min(rank * each, sizes[dimension]), min((rank + 1) * each, sizes[dimension]))
     whole = range(sizes[1 - dimension])

@@ -5,6 +5,7 @@ Where an engine samples from whole weights in the lead's process, the update end
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -170,8 +171,9 @@ class WeightShardStepper:
                 shares.append(StateShare(name=key, shape=(1,), boxes=(box,)))
                 continue
             name = key.rpartition("/")[0]
-            shape = matrix_shape(weights.shapes[name])
-            first, shard = weights.part(name).first[: len(shape)], state.view(matrix_shape(state.shape))
+            whole = weights.shapes[name]
+            shape, (row, column) = matrix_shape(whole), weights.part(name).first
+            first, shard = (row * math.prod(whole[1:-1]), column)[: len(shape)], state.view(matrix_shape(state.shape))
             boxes = (Box(offsets=first, tensor=shard, is_written=is_ours),) if state.numel() else ()
             shares.append(StateShare(name=key, shape=shape, boxes=boxes))
         return shares

@@ -86,6 +86,7 @@ class MergedStack(nn.Module):
         self.outputs_last = bool(getattr(self._owner[0], "is_transposed", False))
         """Weights are W_EIO, as those of gpt-oss, not W_EOI."""
         self._w0 = self.weight.detach().clone()
+        self._rows = slice(None)  # experts that are here
 
     @property
     def weight(self) -> nn.Parameter:
@@ -102,12 +103,16 @@ class MergedStack(nn.Module):
         """Bring all W back to W0, of which no copy is left."""
         self.weight.data, self._w0 = self._w0.to(self.weight.device), self._w0.new_empty(0)
 
+    def cut(self, rows: slice, columns: slice) -> None:
+        """Take W0 of this rank's experts; ``columns`` are all."""
+        self._rows, self._w0 = rows, _here(self.weight).clone()
+
     @torch.no_grad()
     def fold(self) -> None:
         """As a layer's."""
-        weight, (a_ERI, b_EOR) = self.weight.detach(), _of_experts(self.lora_A, self.lora_B, len(self.weight))
+        weight, (a_ERI, b_EOR) = _here(self.weight), _of_experts(self.lora_A, self.lora_B, len(self.weight))
         self._w0 = self._w0.to(weight.device)
-        for w, w0, a, b in zip(weight, self._w0, a_ERI, b_EOR, strict=True):
+        for w, w0, a, b in zip(weight, self._w0, a_ERI[self._rows], b_EOR[self._rows], strict=True):
             product = _float32_product(b, a)
             torch.add(w0, product.T if self.outputs_last else product, alpha=self.scale, out=w)
 

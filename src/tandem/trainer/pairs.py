@@ -44,10 +44,9 @@ def check_pairs(config: RunConfig) -> None:
         for option in ("target_parameters", "modules_to_save"):
             if getattr(config.trainable, option, ()):
                 raise UnsupportedPair(f"trainable.{option}: vLLM adapts linear layers alone; set merged to true")
-    if getattr(config.trainable, "merged", False) and config.distributed.shard == "weights":
-        for option in ("target_parameters", "modules_to_save"):
-            if getattr(config.trainable, option, ()):
-                raise UnsupportedPair(f"trainable.{option}, merged: set distributed.shard to states; weights cuts them")
+    saved = getattr(config.trainable, "modules_to_save", None)
+    if saved and config.trainable.folds and config.distributed.shard == "weights":
+        raise UnsupportedPair("trainable.modules_to_save, merged: weights are cut; set distributed.shard to states")
     _sync(config).check(trainable=config.trainable, engine=config.engine)
     _check_lag(config)
 
