@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tandem import importing
 from tandem.errors import ConfigError
 from tandem.types import Json
 
@@ -65,18 +65,9 @@ class MetricsLogger(ABC):
         """Open it for one run; a resumed run appends after ``resumed_step``."""
 
 
-def require(module: str, extra: str) -> Any:
-    """Import a logger's library.
-
-    Raises:
-        ConfigError: it is not installed; names the extra to install.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        top = module.partition(".")[0]
-        remedy = f"pip install 'tandem-rl[{extra}]', or take {extra} out of loggers"
-        raise ConfigError(f"the {extra} logger needs {top!r}, which cannot be imported ({error}): {remedy}") from error
+def library(module: str, extra: str) -> Any:
+    """Import a logger's library; raises ConfigError, which names the extra that installs it."""
+    return importing.library(module, f"the {extra} logger", extra, ConfigError)
 
 
 PHASES = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer, completion_rows, require
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer, completion_rows, library
 from tandem.types import Json
 
 FLUSH_SECONDS = 10
@@ -23,14 +23,14 @@ class Tensorboard(MetricsLogger):
 
     def check(self) -> None:
         """See that tensorboard can be imported."""
-        require("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        library("tensorboard.summary.writer.event_file_writer", "tensorboard")
 
     def open(self, info: RunInfo) -> Writer:
         """Open a new event file; after a resume TensorBoard forgets what came after the step it starts from."""
         self.check()
         folder = info.folder / "tensorboard"
         resumes = any(folder.glob("events.out.tfevents.*"))
-        events = require(_WRITER, "tensorboard").SummaryWriter(
+        events = library(_WRITER, "tensorboard").SummaryWriter(
             str(folder), purge_step=info.resumed_step + 1 if resumes else None, flush_secs=FLUSH_SECONDS
         )
         if not resumes:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer, completion_rows, require
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer, completion_rows, library
 from tandem.types import Json
 
 
@@ -23,11 +23,11 @@ class Trackio(MetricsLogger):
 
     def check(self) -> None:
         """See that trackio can be imported."""
-        require("trackio", "trackio")
+        library("trackio", "trackio")
 
     def open(self, info: RunInfo) -> Writer:
         """Start the run, or continue it under the name kept in the run folder's ``trackio.id``."""
-        trackio = require("trackio", "trackio")
+        trackio = library("trackio", "trackio")
         info.folder.mkdir(parents=True, exist_ok=True)
         id_file = info.folder / "trackio.id"
         earlier = id_file.read_text().strip() if id_file.exists() else ""  # a full disk leaves it empty

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer, completion_rows, require
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer, completion_rows, library
 from tandem.types import Json
 
 
@@ -28,11 +28,11 @@ class Wandb(MetricsLogger):
 
     def check(self) -> None:
         """See that wandb can be imported."""
-        require("wandb", "wandb")
+        library("wandb", "wandb")
 
     def open(self, info: RunInfo) -> Writer:
         """Start the run, or continue it by the id kept in the run folder's ``wandb.id``."""
-        wandb = require("wandb", "wandb")
+        wandb = library("wandb", "wandb")
         info.folder.mkdir(parents=True, exist_ok=True)
         id_file = info.folder / "wandb.id"
         # A full disk leaves it empty.
