@@ -71,7 +71,6 @@ def test_the_summary_says_what_happened(run_folder: Path) -> None:
     assert summary["tokens_generated"] == pytest.approx(40 * 32 * 28)
     assert 600 < summary["seconds"] < 800, "the hour between kill and resume does not count"
     assert ("learning rate", "3e-05") in summary["facts"]
-    assert "Held-out accuracy" in page.headline(summary)
 
 
 def test_killed_run_with_torn_files_still_reports(tmp_path: Path) -> None:

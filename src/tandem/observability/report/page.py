@@ -18,7 +18,7 @@ import msgspec
 from tandem.observability.loggers.base import phase
 from tandem.observability.report import samples
 from tandem.observability.report.folder import Row, RunFolder, load
-from tandem.observability.report.summary import Summary, diagnosis, episodes, evaluations, summarise
+from tandem.observability.report.summary import diagnosis, episodes, evaluations, summarise
 from tandem.types import Json
 
 SCRIPTS = ("charts.js", "uPlot.iife.min.js", "page.js", "rollouts.js", "runs.js", "start.js")
@@ -41,7 +41,8 @@ def build(folder: Path) -> Path:
         OSError: the page cannot be written.
     """
     run = load(folder)
-    text = render(run.name, headline(summarise(run)), payload(run))
+    data = payload(run)
+    text = render(run.name, data["diagnosis"], data)
     path = run.path / "report.html"
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(text, encoding="utf-8")
@@ -50,13 +51,16 @@ def build(folder: Path) -> Path:
 
 
 def render(title: str, sentence: str, data: Row) -> str:
-    """The page as text: of a run if it has its data, live if it is to ask for them."""
+    """The page as text: of a run if it has its data, live if it is to ask for them.
+
+    The sentence is what a browser without JavaScript shows.
+    """
     script = "\n".join(asset(name) for name in SCRIPTS)
     asks = "; connect-src 'self'" if data.get("live") else ""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
         "title": html.escape(title),
-        "headline": html.escape(sentence),
+        "sentence": html.escape(sentence),
         "style": asset("uPlot.min.css") + asset("report.css"),
         "script": script,
         "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'{asks}",
@@ -116,19 +120,6 @@ def embed(values: Row) -> str:
     text = msgspec.json.encode(values).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
-def headline(summary: Summary) -> str:
-    """One sentence on the run, for search engines, screen readers and pages without JavaScript."""
-    of = f" of {summary['steps_planned']}" if summary["steps_planned"] else ""
-    text = f"{summary['status'].capitalize()}: {summary['steps']}{of} steps."
-    if summary["error"]:
-        text += f" It failed: {summary['error']}"
-    if summary["before"] and summary["after"]:
-        text += f" Held-out accuracy {summary['before']['mean']:.1%} before, {summary['after']['mean']:.1%} after."
-    if summary["reward_first"] is not None and summary["reward_last"] is not None:
-        text += f" Training reward {summary['reward_first']:.3f} first, {summary['reward_last']:.3f} last."
     return text
 
 
