@@ -96,7 +96,6 @@ def test_plain_console_is_one_line_per_step_and_per_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer = Console().open(info(tmp_path))
-    writer.event("eval_started", {})
     writer.evaluation(0, evaluation(0, 0.25), {})
     writer.event("published", {"step": 1})
     writer.write(1, METRICS | {"kl_reference": 0.02})

@@ -41,7 +41,7 @@ def event_lines(name: str, fields: Mapping[str, Json]) -> list[str]:
     if name == "wait":
         gave_up = f"{fields['owner']} gave up on {fields['on']} ({fields['reason']})"
         return [f"{gave_up} after {duration(fields['seconds'])}"]
-    if name in ("eval_started", "eval_done", "published", "group_dropped"):
+    if name in ("published", "group_dropped"):
         return []
     rest = ", ".join(f"{key} {value}" for key, value in fields.items() if isinstance(value, (str, int, float)))
     return [name.replace("_", " ") + (f" ({rest})" if rest else "")]

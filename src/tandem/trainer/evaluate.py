@@ -50,11 +50,7 @@ class Evaluator:
     async def maybe(self, step: int) -> None:
         """Evaluate if this step is due."""
         if self.telemetry is not None and self.wants(step):
-            self.telemetry.event("eval_started", step=step)
-            try:
-                self.telemetry.evaluation(await self(step))
-            finally:
-                self.telemetry.event("eval_done", step=step)
+            self.telemetry.evaluation(await self(step))
 
     @property
     def sampling(self) -> Sampling:
