@@ -246,7 +246,6 @@ def mismatch(
     step: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Step to look at; default: the last recorded.")
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Show how far the trainer's logprobs are from the engine's.
 
@@ -254,7 +253,7 @@ def mismatch(
     """
     from tandem.cli.mismatch import mismatch
 
-    mismatch(run, step=step, as_json=as_json)
+    mismatch(run, step=step)
 
 
 @app.command()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -54,8 +51,6 @@ class GapCell:
 class Mismatch:
     """Result of a mismatch analysis."""
 
-    run: str
-    """Folder."""
     step: int
     """Optimizer step whose tokens were looked at; it trained the weights of the step before."""
     rollouts: int
@@ -64,8 +59,10 @@ class Mismatch:
     """Rollouts of the step that have none: not trained, or without the engine's logprobs."""
     dtype: str
     """Of the weights."""
-    gap: Mapping[str, float]
-    """mean, mean_abs, rms and max of trainer minus engine, nats, and k3: KL(engine || trainer) estimated by it."""
+    whole: GapCell
+    """Of all tokens."""
+    kl: float
+    """KL(engine || trainer), estimated by k3."""
     table: tuple[GapCell, ...]
     """By version and by place in the turn; the row of a turn's last tokens overlaps the others."""
 
@@ -84,31 +81,23 @@ class SampledToken:
     """Trainer's logprob minus the engine's."""
 
 
-def mismatch(run: Path, *, step: int | None, as_json: bool) -> None:
+def mismatch(run: Path, *, step: int | None) -> None:
     """Print how large the gap is and where.
 
     Args:
         run: the run's folder.
         step: optimizer step to look at; None: the last recorded.
-        as_json: print JSON alone.
 
     Raises:
         ConfigError: it is not a run's folder.
         TandemError: there is nothing to look at.
     """
-    result = look(run, load(recipe_of(run)).config, step=step)
-    if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(result), indent=2))
-    else:
-        _show(result, Console())
-
-
-def _show(result: Mismatch, console: Console) -> None:
-    gap = result.gap
+    result, console = look(run, load(recipe_of(run)).config, step=step), Console()
+    whole = result.whole
     lines = [
         f"step {result.step}, which trained version {result.step - 1}: {result.rollouts} rollouts, {result.dtype}",
-        f"trainer minus engine, nats: mean {gap['mean']:+.2g}, rms {gap['rms']:.2g}, widest {gap['max']:.2g}; "
-        f"KL {gap['k3']:.2g}",
+        f"trainer minus engine, nats: mean {whole.mean:+.2g}, rms {whole.rms:.2g}, widest {whole.max:.2g}; "
+        f"KL {result.kl:.2g}",
     ]
     if result.without_gap:
         lines.append(f"{result.without_gap} rollouts have no gap: not trained, or no logprobs of their sampler")
@@ -152,20 +141,13 @@ def look(path: Path, config: RunConfig, *, step: int | None = None) -> Mismatch:
     if not tokens:
         raise TandemError(f"no token of step {step} has both logprobs: none was trained, or no sampler told any")
     gaps = [token.gap for token in tokens]
-    whole = _cell(None, "all", gaps)
     return Mismatch(
-        run=str(run.path),
         step=step,
         rollouts=len(by_rollout),
         without_gap=len(rows) - len(by_rollout),
         dtype=config.dtype,
-        gap={
-            "mean": whole.mean,
-            "mean_abs": math.fsum(map(abs, gaps)) / len(gaps),
-            "rms": whole.rms,
-            "max": whole.max,
-            "k3": math.fsum(math.expm1(gap) - gap for gap in gaps) / len(gaps),
-        },
+        whole=_cell(None, "all", gaps),
+        kl=math.fsum(math.expm1(gap) - gap for gap in gaps) / len(gaps),
         table=tuple(_table(tokens)),
     )
 
