@@ -16,7 +16,6 @@ from tandem.lazy import Parameter, Tensor, torch
 from tandem.transport.bridge import VllmBridge, find
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
-from tandem.weight_sync.verify.checksums import differing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,5 +156,5 @@ def _check(parameters: Mapping[str, Parameter], exported: Mapping[str, Any]) -> 
                 f"sync shared: {name!r} is {tuple(parameter.shape)} of {parameter.dtype} here and {tuple(view.shape)} "
                 f"of {view.dtype} in the engine; give both the same {what}"
             )
-    if rest := differing(dict.fromkeys(exported, 0), dict.fromkeys(parameters, 0)):
+    if rest := sorted(exported.keys() - parameters.keys()):
         raise UnsupportedPair(f"sync shared: the engine samples from {rest[0]!r}, which the model does not have")

@@ -208,9 +208,8 @@ class WeightSyncSession(SyncContext):
             yield commit
             if commit.began is not None:
                 commit.began += time.monotonic() - optimizer_at
-            version = PolicyVersion(step=step, digest="")
             if self.sync.due(step, last=last):
-                commit.published = await self._publish(version, commit)
+                commit.published = await self._publish(PolicyVersion(step=step, digest=""), commit)
             else:
                 await self._fold()
                 actual = digest(await self.trained.checksums())

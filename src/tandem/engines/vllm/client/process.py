@@ -181,7 +181,11 @@ class EngineProcess:
         deadline, timeout = time.monotonic() + seconds, aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
-                answer = await _health(session, url)
+                try:
+                    async with session.get(f"{url}/health") as response:
+                        answer = str(response.status)
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    answer = f"{type(error).__name__}: {error}"
                 if not self.alive():  # looked at after the question: a stranger on the same port does not count
                     raise EngineError(f"the engine {self.exit_reason()} before it was healthy{self.log_summary()}")
                 if answer == "200":
@@ -317,12 +321,3 @@ def has_vllm(python: str | None) -> None:
     if done.stdout.split()[-1:] != ["True"]:
         why = (done.stderr.strip().splitlines() or ["there is none in it"])[-1]
         raise ConfigError(f"engine.python: {python} cannot run vLLM: {why}; {fix}")
-
-
-async def _health(session: aiohttp.ClientSession, url: str) -> str:
-    """The status code of ``url/health``, or why there is none."""
-    try:
-        async with session.get(f"{url}/health") as response:
-            return str(response.status)
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        return f"{type(error).__name__}: {error}"
