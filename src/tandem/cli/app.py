@@ -221,12 +221,11 @@ def evaluate(
 def why(
     run: Run,
     stacks: Annotated[bool, typer.Option("--stacks", help="Also show where its threads and tasks stand.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Show what a run is waiting for, since when, and which part has to deliver it."""
     from tandem.cli.why import why
 
-    raise typer.Exit(why(run, stacks=stacks, as_json=as_json))
+    raise typer.Exit(why(run, stacks=stacks))
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import time
@@ -74,35 +73,23 @@ class RunState:
     followers: tuple[FollowerState, ...] = ()
     """The other ranks, where there are several."""
 
-    @property
-    def culprit(self) -> str | None:
-        """The part that holds all up; None where none waits."""
-        return self.chain[-1].on if self.chain else None
 
-
-def why(run: Path, *, stacks: bool, as_json: bool) -> int:
+def why(run: Path, *, stacks: bool) -> int:
     """Print which part waits for which; 0 unless the run failed, or a process of it is gone or stuck.
 
     Args:
         run: a run's folder.
         stacks: also have each of its ranks write where its threads and tasks stand.
-        as_json: print JSON instead of tables.
 
     Raises:
         ConfigError: it is not a run's folder.
     """
     recipe_of(run)
     state = read(run, now=time.time())
-    traces = _all_stacks(run, state) if stacks else {}
-    if as_json:
-        plain = {**dataclasses.asdict(state), "culprit": state.culprit, "stacks": traces.get(0)}
-        for follower in plain["followers"]:
-            follower["stacks"] = traces.get(follower["rank"])
-        typer.echo(json.dumps(plain, indent=2))
-    else:
-        console = Console()
-        _print(console, state)
-        for rank in (0, *(follower.rank for follower in state.followers)) if stacks else ():
+    _print(Console(), state)
+    if stacks:
+        traces = _all_stacks(run, state)
+        for rank in (0, *(follower.rank for follower in state.followers)):
             name = f"rank {rank}: " if state.followers else ""
             text = traces.get(rank) or "no stacks: it does not run"
             typer.echo(f"{name}{text}")
