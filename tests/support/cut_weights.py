@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-thirds": {"kind": "Qwen3", "keys": 3, "num_attention_heads": 3, "intermediate_size": 96},
     "llama-biases": {"kind": "Llama", "attention_bias": True, "mlp_bias": True, "vocabulary": 256},
     "llama-unfolded": {"kind": "Llama", "attn_implementation": "sdpa"},
+    "qwen3-experts": {"kind": "Qwen3Moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
 TREE = Packed(lengths=(9, 4, 7, 5), parents=(None, 0, 0, 2))
 ROWS = (TREE, Packed(lengths=(3,), parents=(None,)), Packed(lengths=(6, 2), parents=(None, 0)))

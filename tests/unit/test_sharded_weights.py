@@ -22,6 +22,7 @@ from tandem.errors import ConfigError
     ("qwen3-few-key-heads", (4,), "float32", 1e-6),
     ("llama-biases", (2, 2), "float32", 1e-6),  # replicas of shards
     ("llama-biases", (2,), "float64", 1e-13),
+    ("qwen3-experts", (2,), "float32", 1e-6),  # three and two of each layer
     ("llama-unfolded", (2,), "float32", 1e-6),  # not a tree: as many passes on every rank, whatever its rows share
     ("qwen2-tied", (2,), "bfloat16", 1e-2),
 ])  # fmt: skip
@@ -103,6 +104,7 @@ def test_a_pass_without_backward_leaves_no_old_weights_behind() -> None:
     ("qwen3-few-key-heads", (4,), "bfloat16", 2e-3, False),
     pytest.param("qwen3-few-key-heads", (2, 2), "float32", 3e-7, False, marks=pytest.mark.long),
     ("qwen2-tied", (2, 2), "bfloat16", 2e-3, True),  # replicas of shards
+    ("qwen3-experts", (2,), "float32", 3e-7, False),
 ])  # fmt: skip
 def test_steps_are_those_of_one_process_and_their_states_resume(
     name: str, shape: tuple[int, ...], dtype: str, most: float, local: bool

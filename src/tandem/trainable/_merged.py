@@ -86,7 +86,7 @@ class MergedStack(nn.Module):
         self.outputs_last = bool(getattr(self._owner[0], "is_transposed", False))
         """Weights are W_EIO, as those of gpt-oss, not W_EOI."""
         self._w0 = self.weight.detach().clone()
-        self._rows = slice(None)  # experts that are here
+        self._experts, self._rows = len(self._w0), slice(None)  # all, and those that are here
 
     @property
     def weight(self) -> nn.Parameter:
@@ -110,7 +110,7 @@ class MergedStack(nn.Module):
     @torch.no_grad()
     def fold(self) -> None:
         """As a layer's."""
-        weight, (a_ERI, b_EOR) = _here(self.weight), _of_experts(self.lora_A, self.lora_B, len(self.weight))
+        weight, (a_ERI, b_EOR) = _here(self.weight), _of_experts(self.lora_A, self.lora_B, self._experts)
         self._w0 = self._w0.to(weight.device)
         for w, w0, a, b in zip(weight, self._w0, a_ERI[self._rows], b_EOR[self._rows], strict=True):
             product = _float32_product(b, a)

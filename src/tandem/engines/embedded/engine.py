@@ -34,7 +34,7 @@ _AHEAD = 128
 """Tokens of an answer for which a newcomer's cache is made at once; longer answers grow it as they go."""
 _ROWS = 4
 """Rows come in multiples of it: of a few, a CPU multiplies the odd ones by another kernel, and the last bits of a
-request would depend on who came meanwhile."""
+request would depend on who came meanwhile, as they do on Intel's for all that."""
 
 
 @dataclass(slots=True, eq=False)
