@@ -498,6 +498,20 @@ EDITED = (
         "tests/unit/test_checksums.py -k other_way",
     ),
     edit(
+        "a part of each expert is cut as if they were rows",
+        "tandem/distributed/slices.py",
+        "width = math.prod(tensor.shape[2:])",
+        "width = 1",
+        "tests/unit/test_slices.py",
+    ),
+    edit(
+        "a rank's merged experts add the first ones' adapters",
+        "tandem/trainable/_merged.py",
+        "a_ERI[self._rows], b_EOR[self._rows], strict=True",
+        "a_ERI, b_EOR, strict=False",
+        "tests/unit/test_families.py -k merged_experts",
+    ),
+    edit(
         "a compiler that begins once more has failed",
         "tandem/model/compilation.py",
         "        except RestartAnalysis:  # no failure: the compiler asks for the graph once more\n            raise\n",

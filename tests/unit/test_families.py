@@ -27,6 +27,7 @@ from tandem.model import layers, packing
 from tandem.model.attention import Packed, sequential_positions
 from tandem.model.packing import CLOSE, Case
 from tandem.model.policy import Compute, Policy
+from tandem.trainable import _merged
 from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
@@ -162,6 +163,14 @@ def test_merged_experts_compute_and_learn_what_an_adapters_do(name: str, tmp_pat
     merged.save(model, SimpleNamespace(save_pretrained=lambda _: None), tmp_path)
     loaded = PeftModel.from_pretrained(model_of(name), tmp_path)(input_ids=ids, use_cache=False).logits
     assert (loaded - logits).norm() < CLOSE * logits.norm()
+    for key, _, module in _merged.layers(model):
+        if "experts" in key:  # a rank that holds the second and third
+            whole = module.weight.detach().clone()
+            module.unfold()
+            module.weight.data = module.weight.data[1:3]
+            module.cut(slice(1, 3), slice(None))
+            module.fold()
+            assert torch.equal(module.weight, whole[1:3])
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by PEFT, of transformers
