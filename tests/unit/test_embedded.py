@@ -160,10 +160,7 @@ def test_rows_close_up_as_neighbours_end(policy: Policy, naive: Any) -> None:
 @pytest.mark.parametrize("options", [{"max_rows": 1}, {"max_rows": 3}, {"max_rows": 64, "prefill_tokens": 5}])
 def test_more_requests_than_rows_or_prefill_tokens(policy: Policy, options: dict[str, int]) -> None:
     requests = [(PROMPTS[i % 6] * 4, Sampling(max_tokens=4 + 3 * (i % 5)), i) for i in range(14)]
-    pairs = zip(sample(policy, requests, **options), sample(policy, requests), strict=True)
-    for ours, theirs in pairs:  # whoever comes meanwhile; some processors round by how many rows are multiplied
-        assert (ours.tokens, ours.finish) == (theirs.tokens, theirs.finish)
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    assert sample(policy, requests, **options) == sample(policy, requests), "bit for bit, whoever comes meanwhile"
 
 
 def test_no_more_rows_run_than_allowed(policy: Policy) -> None:

@@ -32,9 +32,9 @@ from tandem.types import Completion, Finish, PolicyVersion, Sampling
 
 _AHEAD = 128
 """Tokens of an answer for which a newcomer's cache is made at once; longer answers grow it as they go."""
-_ROWS = 4
-"""Rows come in multiples of it: of a few, a CPU multiplies the odd ones by another kernel, and the last bits of a
-request would depend on who came meanwhile, as they do on Intel's for all that."""
+_ROWS, _FEWEST = 4, 16
+"""Rows come in multiples of the first, and so many at least: of fewer, or of odd ones, a CPU multiplies some by another
+kernel, and the last bits of a request would depend on who came meanwhile (in bfloat16 they do on some processors)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -275,15 +275,15 @@ class EmbeddedEngine(Engine):
         """Hidden states of all prompts, one after the other; their keys and values go to the rows of each."""
         if isinstance(cache, PlainCache):
             return cache.prefilled(rows_of, self._policy.device)
-        plan = Packed(
-            lengths=tuple(map(len, rows_of)),
-            parents=(None,) * len(rows_of),
-            store=(cache, tuple(map(tuple, rows_of.values()))),
-        )
+        prompts = list(rows_of)
+        if more := max(0, _FEWEST - sum(map(len, prompts))):  # nobody's
+            prompts.append((0,) * more)
+        rows = (*map(tuple, rows_of.values()), ())[: len(prompts)]
+        plan = Packed(lengths=tuple(map(len, prompts)), parents=(None,) * len(prompts), store=(cache, rows))
         device = self._policy.device
-        tokens = torch.tensor([t for prompt in rows_of for t in prompt], device=device)
+        tokens = torch.tensor([t for prompt in prompts for t in prompt], device=device)
         positions = torch.tensor(sequential_positions(plan), device=device)
-        return self._policy.hidden(tokens[None], positions[None], plan)[0]
+        return self._policy.hidden(tokens[None], positions[None], plan)[0, : sum(map(len, rows_of))]
 
     def _decoded(self, cache: KVCache, requests: Sequence[_Request]) -> Tensor:
         """Hidden state of the last token of each request, which are the rows of a cache."""
@@ -291,14 +291,14 @@ class EmbeddedEngine(Engine):
         tokens_R1 = torch.tensor([[r.tokens[-1]] for r in requests], device=device)
         if isinstance(cache, PlainCache):
             return cache.decoded(tokens_R1, lengths)
-        more = -len(requests) % _ROWS
+        more = _padding(len(requests))
         plan = decode_plan(cache, lengths + [0] * more, device, self._policy.dtype)
         tokens_R1 = F.pad(tokens_R1, (0, 0, 0, more))
         return self._policy.hidden(tokens_R1, plan.positions_R[:, None], plan)[: len(requests), 0]
 
     def _sample(self, hidden_RH: Tensor, requests: list[_Request]) -> list[tuple[_Request, Finish]]:
         """Draw one token for each request and record it; returns the requests that ended."""
-        more = -len(requests) % _ROWS
+        more = _padding(len(requests))
         logits = self._policy.logits(F.pad(hidden_RH, (0, 0, 0, more)))[: len(requests)]
         penalise_rows(
             logits,
@@ -429,5 +429,10 @@ def _take(cache: Any, places: Tensor) -> None:
         cache.reorder_cache(places)
 
 
+def _padding(rows: int) -> int:
+    """Rows that nobody reads, beside so many."""
+    return max(_FEWEST, rows + -rows % _ROWS) - rows
+
+
 def _cache(policy: Policy, rows: int) -> KVCache:
-    return KVCache(rows + -rows % _ROWS) if packing.is_tree(policy.causal) else PlainCache(policy, rows)
+    return KVCache(rows + _padding(rows)) if packing.is_tree(policy.causal) else PlainCache(policy, rows)
