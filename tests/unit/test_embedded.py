@@ -13,6 +13,7 @@ from support.tiny_policy import live_policy, logprobs_of, penalised, reference, 
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tandem.engines.base import Engine
+from tandem.engines.embedded import engine as module
 from tandem.engines.embedded.spec import Embedded
 from tandem.errors import EngineError
 from tandem.model.policy import Policy
@@ -161,6 +162,10 @@ def test_rows_close_up_as_neighbours_end(policy: Policy, naive: Any) -> None:
 def test_more_requests_than_rows_or_prefill_tokens(policy: Policy, options: dict[str, int]) -> None:
     requests = [(PROMPTS[i % 6] * 4, Sampling(max_tokens=4 + 3 * (i % 5)), i) for i in range(14)]
     assert sample(policy, requests, **options) == sample(policy, requests), "bit for bit, whoever comes meanwhile"
+
+
+def test_rows_that_are_nobodys_take_no_cache(policy: Policy) -> None:
+    assert [module._cache(policy, rows).rows for rows in (1, 4, 6, 64)] == [4, 4, 8, 64]
 
 
 def test_no_more_rows_run_than_allowed(policy: Policy) -> None:

@@ -106,14 +106,15 @@ def _decode(module: nn.Module, heads: Heads, plan: Decode) -> Tensor:
     layer: int = module.layer_idx  # type: ignore[assignment]
     rows, length = len(plan.rows_R), plan.mask_R11L.shape[-1]
     keys, values = plan.cache.of(layer, key, value)
-    keys[plan.rows_R, :, plan.positions_R] = key[:, :, 0]
-    values[plan.rows_R, :, plan.positions_R] = value[:, :, 0]
+    keys[plan.rows_R, :, plan.positions_R] = key[:rows, :, 0]
+    values[plan.rows_R, :, plan.positions_R] = value[:rows, :, 0]
     # The query heads of one key/value head are laid out as rows of one product: nothing is repeated.
-    query_RKGD = query.reshape(rows, keys.shape[1], -1, query.shape[-1])
+    query_RKGD = query[:rows].reshape(rows, keys.shape[1], -1, query.shape[-1])
     out = F.scaled_dot_product_attention(
         query_RKGD, keys[:rows, :, :length], values[:rows, :, :length], attn_mask=plan.mask(window), scale=scaling
     )
-    return out.reshape(rows, 1, query.shape[1], values.shape[-1])
+    out = out.reshape(rows, 1, query.shape[1], values.shape[-1])
+    return F.pad(out, (0, 0, 0, 0, 0, 0, 0, len(query) - rows))  # rows that have no place in the cache are nobody's
 
 
 def _packed(module: nn.Module, heads: Heads, plan: Packed) -> Tensor:

@@ -33,8 +33,9 @@ from tandem.types import Completion, Finish, PolicyVersion, Sampling
 _AHEAD = 128
 """Tokens of an answer for which a newcomer's cache is made at once; longer answers grow it as they go."""
 _ROWS, _FEWEST = 4, 16
-"""Rows come in multiples of the first, and so many at least: of fewer, or of odd ones, a CPU multiplies some by another
-kernel, and the last bits of a request would depend on who came meanwhile (in bfloat16 they do on some processors)."""
+"""Rows come in multiples of the first, and in products so many at least: of fewer, or of odd ones, a CPU multiplies
+some by another kernel, and the last bits of a request would depend on who came meanwhile (in bfloat16, on some
+processors, they do)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -291,15 +292,14 @@ class EmbeddedEngine(Engine):
         tokens_R1 = torch.tensor([[r.tokens[-1]] for r in requests], device=device)
         if isinstance(cache, PlainCache):
             return cache.decoded(tokens_R1, lengths)
-        more = _padding(len(requests))
-        plan = decode_plan(cache, lengths + [0] * more, device, self._policy.dtype)
-        tokens_R1 = F.pad(tokens_R1, (0, 0, 0, more))
-        return self._policy.hidden(tokens_R1, plan.positions_R[:, None], plan)[: len(requests), 0]
+        plan = decode_plan(cache, lengths + [0] * (-len(requests) % _ROWS), device, self._policy.dtype)
+        tokens_R1 = F.pad(tokens_R1, (0, 0, 0, _padding(len(requests))))
+        positions_R = F.pad(plan.positions_R, (0, len(tokens_R1) - len(plan.positions_R)))
+        return self._policy.hidden(tokens_R1, positions_R[:, None], plan)[: len(requests), 0]
 
     def _sample(self, hidden_RH: Tensor, requests: list[_Request]) -> list[tuple[_Request, Finish]]:
         """Draw one token for each request and record it; returns the requests that ended."""
-        more = _padding(len(requests))
-        logits = self._policy.logits(F.pad(hidden_RH, (0, 0, 0, more)))[: len(requests)]
+        logits = self._policy.logits(F.pad(hidden_RH, (0, 0, 0, _padding(len(requests)))))[: len(requests)]
         penalise_rows(
             logits,
             [r.penalties for r in requests],
@@ -435,4 +435,4 @@ def _padding(rows: int) -> int:
 
 
 def _cache(policy: Policy, rows: int) -> KVCache:
-    return KVCache(rows + _padding(rows)) if packing.is_tree(policy.causal) else PlainCache(policy, rows)
+    return KVCache(rows + -rows % _ROWS) if packing.is_tree(policy.causal) else PlainCache(policy, rows)
