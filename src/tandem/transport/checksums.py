@@ -185,11 +185,6 @@ def _sum_host(matrix: _Matrix) -> int:
     return total
 
 
-def _is_transposed(tensor: Tensor) -> bool:
-    """Whether ``_matrix`` is a copy, as of experts that vLLM stores the other way around."""
-    return _matrix(tensor, (0, 0)).words.data_ptr() != tensor.data_ptr()
-
-
 def _sum_transposed(shard: Shard) -> Tensor:
     """The same of what is read where it lies, by torch's own operations; nothing waits for it."""
     bits, row, column = _rows(*shard[1:])
@@ -214,8 +209,14 @@ class _DeviceTally:
 
     def __init__(self, shards: Sequence[tuple[int, Shard]], count: int) -> None:
         device = shards[0][1].tensor.device
-        self._transposed = [(index, shard) for index, shard in shards if _is_transposed(shard.tensor)]
-        matrices = [(i, _matrix(s.tensor, s.first)) for i, s in shards if not _is_transposed(s.tensor)]
+        matrices: list[tuple[int, _Matrix]] = []
+        self._transposed: list[tuple[int, Shard]] = []  # as experts that vLLM stores the other way around
+        for index, shard in shards:
+            matrix = _matrix(shard.tensor, shard.first)
+            if matrix.words.data_ptr() == shard.tensor.data_ptr():
+                matrices.append((index, matrix))
+            else:  # it is a copy
+                self._transposed.append((index, shard))
         self._kept = [matrix.words for _, matrix in matrices]  # the table holds bare addresses
         self.sums = torch.zeros(count, dtype=torch.int64, device=device)
         self._a = _weights(ROW_SEED, max((m.row + m.words.shape[0] for _, m in matrices), default=1), device)
