@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.vllm_workers import Worker, mapped, served, trained
 
-from tandem.distributed.slices import Slice, shard_dimension, shard_slice
+from tandem.distributed import slice_writer
+from tandem.distributed.slices import EngineSlice, Slice, shard_dimension, shard_slice
 from tandem.errors import ConfigError
 
 
@@ -59,6 +60,12 @@ def test_parts_of_experts_are_whole_experts_or_rows_of_each() -> None:
     second_half = Slice.at((0, 15), (4, 5, 3))
     assert torch.equal(second_half.of(experts), experts[:, 5:])
     assert torch.equal(second_half.overlap(held).within(held).of(held.of(experts)), experts[2:, 5:])
+
+
+def test_experts_whose_columns_workers_divide_are_refused() -> None:
+    half = EngineSlice(Slice.at((0, 0), (4, 8, 4)), torch.zeros(4, 8, 4))
+    with pytest.raises(ConfigError, match=r"columns of each expert of down_proj.*tensor_parallel_size to 1"):
+        slice_writer._check({"down_proj": (4, 8, 8)}, {"down_proj": [half]}, torch.float32)
 
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:

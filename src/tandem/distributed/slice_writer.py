@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -153,7 +154,7 @@ class SliceWriter:
     def _needed(self, tensor: Gathered, part: Slice, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Where in the worker's memory elements of one rank's part belong, and these."""
         whole = self._shapes[tensor.name]
-        shape = (len(part.rows), len(part.columns))[: len(whole)] if len(whole) < 3 else (len(part.rows), *whole[1:])
+        shape = (len(part.rows), len(part.columns) // math.prod(whole[2:]), *whole[2:])[: len(whole)]
         values = place[: part.num_elements].view(shape)
         for target in self._slices[tensor.name]:
             common = target.part.overlap(part)

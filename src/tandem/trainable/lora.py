@@ -193,8 +193,7 @@ class Lora(Trainable):
         """The adapter's tensors; merged, weights that hold one or are trained whole, by their Hugging Face names."""
         if not self.merged:
             return super().source(model)
-        whole = {id(parameter) for _, parameter in self._whole(model)}
-        saved = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in whole]
+        saved = [(name, parameter) for name, parameter in self.parameters(model) if ".lora_" not in name]
         return [(name, module.weight) for name, _, module in _merged_layers(model)] + saved
 
     def fold(self, model: torch.nn.Module) -> None:
