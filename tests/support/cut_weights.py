@@ -27,7 +27,9 @@ from tandem.model.layers import decoder_layers
 from tandem.model.logprobs import token_logprobs
 from tandem.model.plans import Packed, sequential_positions
 from tandem.model.policy import Policy
+from tandem.optimizers import _byte_moments
 from tandem.optimizers.adamw import AdamW
+from tandem.optimizers.adamw8bit import AdamW8bit
 from tandem.transport.checksums import checksums
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -293,11 +295,18 @@ def unfinished(rank: int, name: str, dtype: str) -> dict[str, Any]:
 
 
 def stepping(
-    rank: int, name: str, shape: Sequence[int], dtype: str, local: bool = False, folder: Path | None = None
+    rank: int,
+    name: str,
+    shape: Sequence[int],
+    dtype: str,
+    local: bool = False,
+    folder: Path | None = None,
+    eight_bits: bool = False,
 ) -> dict[str, Any]:
     """Three AdamW steps by ranks, of which one has all rows, and by one process; then the states loaded.
 
-    With a folder ranks write their shares of the states there.
+    With a folder ranks write their shares of the states there. With ``eight_bits`` theirs is AdamW8bit, in blocks that
+    the tiny model has several of.
     """
     model = made(name, getattr(torch, dtype))
     lone, optimizer = copy.deepcopy(model), AdamW(lr=1e-2, eps=1e-4)
@@ -305,7 +314,10 @@ def stepping(
     policy = Policy(model, None, name=name, compute=None)  # type: ignore[arg-type]
     whole = {of: p.detach() for of, p in copy.deepcopy(model).named_parameters()} if rank == 0 else {}
     sharded = ShardedPolicy(policy, ShardedWeights(model, mesh_of(shape)))
-    mine = WeightShardStepper(optimizer, sharded, lambda: sharded.weights.copy_to(whole), local=local)
+    if eight_bits:
+        _byte_moments.SMALL, _byte_moments.BLOCK = 32, 16
+    theirs = AdamW8bit(lr=1e-2, eps=1e-4) if eight_bits else optimizer
+    mine = WeightShardStepper(theirs, sharded, lambda: sharded.weights.copy_to(whole), local=local)
     for parameter in sharded.model.parameters():
         parameter.register_post_accumulate_grad_hook(mine.accumulate)
     norms = []
@@ -337,7 +349,7 @@ def stepping(
     )
     if folder is not None:
         state_shards.write(folder, mine.shares(mine.state_dict()), rank)
-    fresh = WeightShardStepper(optimizer, sharded)
+    fresh = WeightShardStepper(theirs, sharded)
     with torch.no_grad():
         for local in fresh._local.values():
             if dtype != "float32":  # masters are states; float32 weights are loaded as weights
@@ -345,6 +357,8 @@ def stepping(
     with tempfile.TemporaryDirectory() as place:
         load_whole(fresh, states, Path(place))
     again = [key for key, value in gathered(fresh).items() if not torch.equal(value, states[key])]
+    loaded = fresh._inner.state_dict()
+    again += [key for key, value in mine._inner.state_dict().items() if not torch.equal(value, loaded[key])]
     return {
         "norms": norms,
         "lost": lost,

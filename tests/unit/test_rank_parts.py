@@ -44,7 +44,7 @@ def refused(folder: Path, world: int, *options: str) -> str:
 
 @pytest.mark.parametrize(("options", "message"), [
     ((WEIGHTS, "reference={kind: average, every: 1}"), "a reference that moves.*choose reference: start"),
-    ((WEIGHTS, "optimizer=adamw8bit"), "shard: weights and this optimizer.*choose adamw"),
+    ((WEIGHTS, "optimizer=adamw_cpu"), "shard: weights and this optimizer.*choose adamw or adamw8bit"),
     ((WEIGHTS, "optimizer.precision=stochastic"), "optimizer.precision"),
     (("optimizer=adafactor",), "it updates whole tensors"),
     (("distributed.context_parallel=2", "sampling.presence_penalty=0.5"), "context_parallel and penalties"),

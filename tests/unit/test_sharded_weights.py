@@ -122,6 +122,26 @@ def test_steps_are_those_of_one_process_and_their_states_resume(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "shape", "dtype"), [
+    ("qwen2-tied", (2,), "float32"),
+    ("qwen3-few-key-heads", (4,), "bfloat16"),
+    pytest.param("qwen3-experts", (2,), "float32", marks=pytest.mark.long),
+])  # fmt: skip
+def test_moments_of_bytes_are_adamws_nearly_and_resume_to_the_bit(
+    name: str, shape: tuple[int, ...], dtype: str
+) -> None:
+    """What they write has AdamW's names and shapes, so that other ranks can have it."""
+    for report in on_ranks(torch.Size(shape).numel(), cut_weights.stepping, name, shape, dtype, False, None, True):
+        assert [mine for mine, _ in report["norms"]] == pytest.approx(
+            [theirs for _, theirs in report["norms"]], rel=2e-2
+        )
+        assert 0 < report["lost"] < 3e-3, "of three steps of 1e-2"
+        assert report["keys"]
+        assert report["again"] == []
+        assert report["restored"]
+
+
+@pytest.mark.slow
 def test_replicas_share_the_writing_of_states_and_the_sum_of_a_norm(tmp_path: Path) -> None:
     """What the four of them wrote is whole, each element once, and is read by any other number of ranks."""
     ranks = on_ranks(4, cut_weights.stepping, "qwen2-tied", (2, 2), "bfloat16", False, tmp_path)

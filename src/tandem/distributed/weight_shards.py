@@ -151,8 +151,8 @@ class WeightShardStepper:
         self._policy.has_computed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """States of this rank's shards, and the shards themselves where they are masters; live tensors."""
-        states: dict[str, Tensor] = dict(self._inner.state_dict())
+        """States of this rank's shards, and the shards themselves where they are masters; mostly live tensors."""
+        states: dict[str, Tensor] = dict(self._inner.elementwise_state())
         if self._weights.dtype != torch.float32:
             states |= {f"{name}/{MASTER}": parameter.detach() for name, parameter in self._local.items()}
         return states
@@ -185,4 +185,4 @@ class WeightShardStepper:
         for name, parameter in self._local.items():
             if (master := states.pop(f"{name}/{MASTER}", None)) is not None:
                 parameter.copy_(master)
-        self._inner.load_state_dict(states)
+        self._inner.load_elementwise_state(states)

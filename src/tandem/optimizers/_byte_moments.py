@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class ByteMoments(PreciseStepper):
         state = {"step": torch.zeros(())}
         for moment in ("exp_avg", "exp_avg_sq"):
             if weight.part.whole < SMALL:
-                state[moment] = torch.zeros(num, device=device)
+                state[moment] = torch.zeros(weight.parameter.shape, device=device)
             else:
                 state[f"{moment}.codes"] = torch.zeros(num, dtype=torch.uint8, device=device)
                 state[f"{moment}.scales"] = torch.zeros(math.ceil(num / BLOCK), device=device)
@@ -65,11 +65,36 @@ class ByteMoments(PreciseStepper):
 
     def _piece(self, value: Tensor, grad: Tensor, state: dict[str, Tensor], at: slice, numbers: _Numbers) -> None:
         if "exp_avg" in state:
-            _adam(value, grad, state["exp_avg"][at], state["exp_avg_sq"][at], numbers)
+            _adam(value, grad, state["exp_avg"].view(-1)[at], state["exp_avg_sq"].view(-1)[at], numbers)
         else:
             # What does not end with a block would be compiled apart; it is rare.
             advance = _advance if len(value) % BLOCK else _fused_advance
             advance(value, grad, _moment(state, "exp_avg", at), _moment(state, "exp_avg_sq", at), numbers)
+
+    def elementwise_state(self) -> dict[str, Any]:
+        """Moments in float32, on the host: to write what was read gives the same codes and scales."""
+        states = self.state_dict()
+        for label, moment, shape in self._moments():
+            del states[f"{label}.codes"], states[f"{label}.scales"]
+            states[label] = _read(moment).view(shape).cpu()
+        return states
+
+    def load_elementwise_state(self, state: dict[str, Any]) -> None:
+        """Round the moments to codes again; parts that are cut otherwise have other blocks."""
+        states, live = dict(state), self.state_dict()
+        for label, moment, _ in self._moments():
+            if label in states:
+                _write(moment, states.pop(label).view(-1).to(moment.codes_n.device))
+                states |= {key: live[key] for key in (f"{label}.codes", f"{label}.scales")}
+        self.load_state_dict(states)
+
+    def _moments(self) -> Iterator[tuple[str, _Moment, torch.Size]]:
+        """Those of bytes, by their place in ``state_dict``, and the shape of their parameters."""
+        for weight in self.weights:
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if f"{moment}.codes" in (state := self.states[weight]):
+                    whole = slice(0, weight.parameter.numel())
+                    yield f"{weight.part.label}/{moment}", _moment(state, moment, whole), weight.parameter.shape
 
 
 class _Numbers(NamedTuple):
@@ -140,8 +165,11 @@ def _read(moments: _Moment) -> Tensor:
 def _write(moments: _Moment, value: Tensor) -> None:
     """Round a moment to its nearest codes."""
     blocks = _in_blocks(value)
-    scales = blocks.abs().amax(1)
-    shares = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    most, least = blocks.amax(1), blocks.amin(1)
+    # The largest of a block has code 1 whatever its sign, so that what is read has the scales that it was read by.
+    scales = torch.where(most >= -least, most, least)
+    tiny = torch.finfo(torch.float32).tiny
+    shares = blocks / torch.where(scales < 0, scales.clamp_max(-tiny), scales.clamp_min(tiny))[:, None]
     # A cell is the upper 20 bits of float32 numbers: sign, exponent and 11 bits of mantissa.
     cells = (shares.view(-1).view(torch.int32) >> 12).bitwise_and_(0xFFFFF)
     codes = moments.nearest.index_select(0, cells)

@@ -257,3 +257,11 @@ class PreciseStepper(ABC):
                 tensor.copy_(state[name])
         for weight in self.weights:
             weight.steps = int(self.states[weight]["step"])
+
+    def elementwise_state(self) -> dict[str, Any]:
+        """The same as ``state_dict``: every element has its own."""
+        return self.state_dict()
+
+    def load_elementwise_state(self, state: dict[str, Any]) -> None:
+        """The same as ``load_state_dict``."""
+        self.load_state_dict(state)

@@ -161,6 +161,12 @@ class PartStepper(Stepper, Protocol):
     def update_by(self, norm: Tensor, lr: float, max_grad_norm: float) -> None:
         """Update the parts that have a gradient, clipped by this norm, unless it is not finite; forget gradients."""
 
+    def elementwise_state(self) -> dict[str, Any]:
+        """``state_dict`` in which every element of a part has its own, whatever elements the part is made of."""
+
+    def load_elementwise_state(self, state: dict[str, Any]) -> None:
+        """Inverse of ``elementwise_state``."""
+
 
 @runtime_checkable
 class UpdatesParts(Protocol):

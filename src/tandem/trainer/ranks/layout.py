@@ -176,7 +176,7 @@ def check_ranks(config: RunConfig, world: int, placement: Placement | None = Non
     cuts_published = config.trainable.payload == "weights"
     options, moves = config.optimizer, config.moves_reference
     precision, gradients = getattr(options, "precision", "masters"), getattr(options, "gradients", "float32")
-    whole, adamw = not isinstance(options, UpdatesParts), type(options).__name__ == "AdamW"
+    whole, on_host = not isinstance(options, UpdatesParts), options.states_on == "host"
     refused = {
         f"distributed.replicas: {replicas} without distributed.shard: weights; leave it out": not sharded
         and replicas > 1,
@@ -188,7 +188,7 @@ def check_ranks(config: RunConfig, world: int, placement: Placement | None = Non
         "distributed.shard: weights and a reference that moves; choose reference: start, or shard: states": (
             sharded and moves and cuts_published
         ),
-        "distributed.shard: weights and this optimizer; choose adamw": cuts_trained and not adamw,
+        "distributed.shard: weights and this optimizer; choose adamw or adamw8bit": cuts_trained and on_host,
         "distributed.shard: weights and optimizer.precision; leave it out": cuts_trained and precision != "masters",
         "distributed.shard: weights and matmul: fp8; leave matmul out": sharded and config.matmul == "fp8",
         "distributed.context_parallel and penalties of sampling; set those to their defaults": (
