@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from support.families import config_of
 from support.rollouts import make_group, make_rollout
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.algorithms.losses.grpo import Grpo
@@ -54,6 +56,25 @@ def passed(model: Any, experts_TLK: Tensor | None) -> tuple[Tensor, Tensor]:
     parameters = list(model.parameters())
     parts = torch.autograd.grad(logprobs.square().sum(), parameters, allow_unused=True, materialize_grads=True)
     return logprobs.detach(), torch.cat([part.flatten() for part in parts])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's
+def test_layers_that_tell_their_experts_share_what_the_compiler_makes() -> None:
+    model, frames, chosen = model_of("qwen3_moe"), list[int](), list[Any]()
+    experts = routing.of(model)
+    assert experts is not None
+    assert len(model.model.layers) > 2
+    for some in (model.model.layers[:1], model.model.layers):
+        torch._dynamo.reset()
+        counted = CompileCounterWithBackend("eager")
+        with mock.patch.object(layers, "decoder_layers", lambda _, some=some: list(some)):
+            layers.tune(model, compile=True, backend=cast(Any, counted))
+        passed(model, None)
+        frames.append(counted.frame_count)
+        chosen.append(experts.chosen())
+    assert frames[0] == frames[1]
+    assert np.array_equal(*chosen)
+    assert chosen[0].any()
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])  # the last is packed plainly

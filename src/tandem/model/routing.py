@@ -31,6 +31,17 @@ OWN = -1
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
+CHOSEN = "tandem_chosen"
+"""Attribute of a router: the experts that its last pass chose."""
+
+
+def _note(router: nn.Module, _: Any, out: Any) -> None:
+    """Forward hook of all routers alike: the compiler would make code for each layer that has one of its own."""
+    for part in out if isinstance(out, tuple) else ():
+        if isinstance(part, Tensor) and not part.is_floating_point():
+            setattr(router, CHOSEN, part)
+
+
 class _TopK(TorchFunctionMode):
     """Within it ``torch.topk`` over all experts gives a choice, and not the largest."""
 
@@ -61,20 +72,19 @@ class Routing:
     num_experts: int
     replayed_TLK: Tensor | None = None
     """What passes choose from now on, int16; None: by themselves."""
-    _chosen: dict[int, Tensor] = field(default_factory=dict)
     _logits: dict[int, list[Tensor]] = field(default_factory=dict)
     _balances: bool = False
     _keeps: bool = False
     _is_wrapped: bool = False
 
     def __post_init__(self) -> None:
-        for layer, router in self.routers.items():
-            router.register_forward_hook(partial(self._note, layer))
+        for router in self.routers.values():
+            router.register_forward_hook(_note)
 
-    def _note(self, layer: int, _: nn.Module, __: Any, out: Any) -> None:
-        for part in out if isinstance(out, tuple) else ():
-            if isinstance(part, Tensor) and not part.is_floating_point():
-                self._chosen[layer] = part
+    @property
+    def _chosen(self) -> dict[int, Tensor]:
+        """What the last pass chose, (T, K), of each layer whose router tells."""
+        return {layer: vars(router)[CHOSEN] for layer, router in self.routers.items() if CHOSEN in vars(router)}
 
     @property
     def dtype(self) -> type[np.uint8 | np.uint16]:
@@ -83,17 +93,18 @@ class Routing:
 
     def chosen(self) -> NDArray[Any]:
         """What the last pass chose, (T, L, K); layers without experts have zeros."""
-        some = next(iter(self._chosen.values()))
+        chosen = self._chosen
+        some = next(iter(chosen.values()))
         all_TLK = some.new_zeros((len(some), self.layers, self.top_k))
-        for layer, chosen_TK in self._chosen.items():
+        for layer, chosen_TK in chosen.items():
             all_TLK[:, layer] = chosen_TK
         return all_TLK.cpu().numpy().astype(self.dtype)
 
     def load(self) -> Tensor | None:
         """Tokens of each expert in the last pass, (routers, experts); None where routers do not tell."""
-        if not self._chosen:
+        if not (chosen := self._chosen):
             return None
-        chosen_RN = torch.stack([chosen_TK.flatten() for chosen_TK in self._chosen.values()])
+        chosen_RN = torch.stack([chosen_TK.flatten() for chosen_TK in chosen.values()])
         load_RE = torch.zeros(len(chosen_RN), self.num_experts, device=chosen_RN.device)
         return load_RE.scatter_add_(1, chosen_RN, torch.ones_like(chosen_RN, dtype=load_RE.dtype))
 
