@@ -472,16 +472,23 @@ EDITED = (
     edit(
         "what a prefix leaves is cut from its gradient",
         "tandem/model/unfolded.py",
-        "self._left.setdefault(key, left)",
-        "self._left.setdefault(key, left.detach())",
+        "self.left.setdefault(self._key(kind, layer_idx, state_idx), left)",
+        "self.left.setdefault(self._key(kind, layer_idx, state_idx), left.detach())",
         FAMILY_TESTS,
     ),
     edit(
         "continuations of a prefix begin at its first position",
         "tandem/model/unfolded.py",
-        "        return self._length\n",
+        "        return self.length\n",
         "        return 0\n",
         FAMILY_TESTS,
+    ),
+    edit(
+        "a layer's code asks which layer it is of",
+        "tandem/model/unfolded.py",
+        "return kind, state_idx",
+        "return kind, layer_idx, state_idx",
+        "tests/unit/test_layers.py -k prefix -m slow",
     ),
     edit(
         "an expert's adapter learns from another's gradient",

@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from support.families import config_of
 from support.packed_layers import PLANS, distance, gradients, hidden
 from support.tiny_policy import live_policy
 from support.whole_steps import OBJECTIVES, TRAINABLE, whole_step
@@ -21,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.engines.embedded.spec import Embedded
 from tandem.errors import ConfigError
-from tandem.model import compilation, layers
-from tandem.model.attention import Packed
+from tandem.model import compilation, layers, packing
+from tandem.model.attention import Packed, sequential_positions
 from tandem.model.policy import Policy
 from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
@@ -289,6 +291,36 @@ def test_auto_falls_back_where_the_compiler_fails_and_true_does_not(
         layers.tune(policy.model, compile=True, backend=broken)  # type: ignore[arg-type]
         with pytest.raises(Exception, match="no such instruction"):
             hidden(policy, PLANS[1])
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "how"), [("gpt_oss", "full"), ("lfm2", "none")])
+def test_one_code_for_all_layers_that_read_what_a_prefix_left(name: str, how: Any) -> None:
+    torch.manual_seed(0)
+    config = config_of(name)
+    model: Any = packing.causal_class(config).from_config(config, **packing.attention(config, "auto"))
+    plan = Packed(lengths=(6, 4, 5, 7), parents=(None, 0, 0, None))
+    tokens, places = torch.arange(5, 27)[None], torch.from_numpy(sequential_positions(plan))[None]
+
+    def passed(some: list[nn.Module], **options: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        counters.clear()
+        with mock.patch.object(layers, "decoder_layers", return_value=some):
+            layers.tune(model, **options)
+        hidden = packing.hidden(model, tokens, places, plan)
+        hidden.square().sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return [hidden.detach(), *gradients]
+
+    all_layers = layers.decoder_layers(model)
+    eager, graphs = passed(all_layers, compile=False), list[int]()
+    for some in (all_layers[1:3], all_layers):  # one of each kind, and all
+        for mine, theirs in zip(passed(some, compile=True, checkpointing=how, backend="eager"), eager, strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
 
 
 def test_a_model_without_known_layers_is_refused_where_something_is_asked_of_them() -> None:

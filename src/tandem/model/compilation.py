@@ -26,6 +26,8 @@ R = TypeVar("R")
 
 Compile = bool | Literal["auto"]
 """auto: on CUDA, where the machine can."""
+_MOST_KINDS = 16
+"""Versions of its code that a layer's forward may have."""
 
 
 def compiled(forward: Callable[..., Any], backend: str, checkpointing: str) -> Callable[..., Any]:
@@ -34,6 +36,8 @@ def compiled(forward: Callable[..., Any], backend: str, checkpointing: str) -> C
     The compiler keeps what it must not compute twice (products) and what is cheap to keep. With checkpointing:
     selective it also computes again what a product of the backward pass reads, such as the gated activation.
     """
+    # Layers of a hybrid are of several kinds, each in passes that begin, continue or are alone; more would be eager.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KINDS)
     chosen = _keeping_less(backend) if checkpointing == "selective" else backend
     fast: Callable[..., Any] = torch.compile(forward, dynamic=True, backend=chosen)
     return fast

@@ -23,7 +23,7 @@ from tandem.model import _varlen, compilation
 from tandem.model.compilation import Compile
 from tandem.model.context import ContextPacked
 from tandem.model.plans import Decode, Packed
-from tandem.model.unfolded import PrefixCache
+from tandem.model.unfolded import LayerPrefix, PrefixCache, prefixed
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class _Way:
         self._checkpointing: Checkpointing = checkpointing
         self._backend = backend
         self._whole = False
+        self._prefixed: _Way | None = None
         self._scores: Callable[..., Any] | None = None
         self._eager_trainable = forward if checkpointing == "none" else recomputed(forward, checkpointing)
         self._trainable = self._eager_trainable
@@ -78,10 +79,11 @@ class _Way:
         plan = kwargs.get("plan")
         if isinstance(plan, Decode) or (isinstance(plan, Packed) and plan.store is not None):
             return self._eager(layer, hidden, *args, **kwargs)
-        if any(isinstance(value, PrefixCache) for value in kwargs.values()):
-            # Eager: the compiler would make code for each layer, since each asks for its own part of the cache.
-            run = self._eager_trainable if torch.is_grad_enabled() else self._eager
-            return run(layer, hidden, *args, **kwargs)
+        for name, cache in kwargs.items():
+            if isinstance(cache, LayerPrefix):  # within a layer that has it for both
+                return self._eager(layer, hidden, *args, **kwargs)
+            if isinstance(cache, PrefixCache):
+                return self._continue(layer, hidden, name, cache, args, kwargs)
         if self._scores is None:
             # Not before: the weights may have moved to another device after they were loaded.
             self._choose(compilation.decide(self._compile, hidden.device), hidden)
@@ -104,6 +106,19 @@ class _Way:
             self._choose(False, hidden)
             log.warning("the model's layers stay eager, since they cannot be compiled: %s", why)
         return self(layer, hidden, *args, **kwargs)
+
+    def _continue(
+        self, layer: nn.Module, hidden: torch.Tensor, name: str, cache: PrefixCache, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """A pass that leaves what a prefix leaves, or reads it."""
+        if self._prefixed is None:
+            self._prefixed = _Way(prefixed(self._eager), self._compile, self._checkpointing, self._backend)
+        left, options = cache.of(layer), {key: value for key, value in kwargs.items() if key != name}
+        # A layer that is computed again is given what it was given first, and that is nothing yet.
+        prefix = name, left if cache.copies else {}, cache.length, cache.copies
+        out, new = self._prefixed(layer, hidden, *args, prefix=prefix, **options)
+        left.update(new)
+        return out
 
     def _choose(self, compiled: bool, hidden: torch.Tensor) -> None:
         self._whole = compiled and _varlen.unsupported_input(hidden.dtype, hidden.device) is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -26,6 +27,8 @@ _MOST_PADDED = 1.25
 _LEAST = 2
 """Tokens of a batch's rows: kernels take a row of one for decoding, which has no backward pass."""
 
+Left = dict[tuple[Any, ...], Tensor]
+"""What layers left, by its kind and where it is from."""
 Places = NDArray[np.int64]
 """Where tokens stand in the packed row."""
 
@@ -116,39 +119,47 @@ class PrefixCache(Cache):
     Keys and values are (B, K, L, D), windows of convolutions (B, C, width), states of recurrences (B, ...).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, left: Left | None = None, length: int = 0, copies: int = 0) -> None:
         super().__init__(layers=[])
-        self._left: dict[tuple[str, int, int], Tensor] = {}
-        self._length = self._copies = 0
+        self.left: Left = {} if left is None else left
+        self.length, self.copies = length, copies
+        self._of_layer: dict[nn.Module, Left] = {}
 
     def continued(self, length: int, copies: int) -> Self:
         """The same of a prefix of ``length`` tokens, for a batch of so many continuations."""
-        reader = type(self)()
-        reader._left, reader._length, reader._copies = self._left, length, copies
+        reader = type(self)(self.left, length, copies)
+        reader._of_layer = self._of_layer
         return reader
 
-    def _read(self, key: tuple[str, int, int]) -> Tensor | None:
-        if not self._copies:
-            return None
-        left = self._left[key]
-        return left.expand(self._copies, *left.shape[1:])
+    def of(self, layer: nn.Module) -> Left:
+        """What the pass of the prefix left in a layer that has a ``LayerPrefix``."""
+        return self._of_layer.setdefault(layer, {})
 
-    def _write(self, key: tuple[str, int, int], left: Tensor) -> None:
-        if not self._copies:
-            self._left.setdefault(key, left)
+    def _key(self, kind: str, layer_idx: int, state_idx: int) -> tuple[Any, ...]:
+        return kind, layer_idx, state_idx
+
+    def _read(self, kind: str, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        if not self.copies:
+            return None
+        left = self.left[self._key(kind, layer_idx, state_idx)]
+        return left.expand(self.copies, *left.shape[1:])
+
+    def _write(self, left: Tensor, kind: str, layer_idx: int, state_idx: int = 0) -> None:
+        if not self.copies:
+            self.left.setdefault(self._key(kind, layer_idx, state_idx), left)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """All keys and values that a layer's attention is of."""
         whole = []
         for name, own in (("keys", key_states), ("values", value_states)):
-            before = self._read((name, layer_idx, 0))
-            self._write((name, layer_idx, 0), own)
+            before = self._read(name, layer_idx)
+            self._write(own, name, layer_idx)
             whole.append(own if before is None else torch.cat([before, own], dim=2))
         return tuple(whole)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The window before a layer's next token; None at the beginning."""
-        return self._read(("window", layer_idx, state_idx))
+        return self._read("window", layer_idx, state_idx)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
@@ -158,22 +169,22 @@ class PrefixCache(Cache):
         if before is not None:
             return torch.cat([before, conv_states], dim=-1)
         padded = F.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
-        self._write(("window", layer_idx, state_idx), padded[..., -width:])
+        self._write(padded[..., -width:], "window", layer_idx, state_idx)
         return padded
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """A layer's state before its next token; None at the beginning."""
-        state = self._read(("state", layer_idx, state_idx))
+        state = self._read("state", layer_idx, state_idx)
         return None if state is None else state.contiguous()
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """A layer's state behind its last token."""
-        self._write(("state", layer_idx, state_idx), recurrent_states)
+        self._write(recurrent_states, "state", layer_idx, state_idx)
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether something came before."""
-        return bool(self._copies)
+        return bool(self.copies)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """True: no layer may write into the window that it reads."""
@@ -181,8 +192,32 @@ class PrefixCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that came before."""
-        return self._length
+        return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """How many keys there are, and the position of the first."""
-        return self._length + query_length, 0
+        return self.length + query_length, 0
+
+
+class LayerPrefix(PrefixCache):
+    """What one layer reads and writes, whichever it is: the compiler would make code for each that asks for its own."""
+
+    def _key(self, kind: str, layer_idx: int, state_idx: int) -> tuple[Any, ...]:
+        return kind, state_idx
+
+
+def prefixed(forward: Callable[..., Any]) -> Callable[..., tuple[Any, Left]]:
+    """A layer's forward by values alone, as a compiler wants it: what a prefix left comes in, or what is left goes out.
+
+    ``prefix`` is the name of the cache's argument, what was left, tokens of the prefix, and how many continue it.
+    """
+
+    def run(
+        layer: nn.Module, hidden: Tensor, *args: Any, prefix: tuple[str, Left, int, int], **options: Any
+    ) -> tuple[Any, Left]:
+        name, left, length, copies = prefix
+        cache = LayerPrefix(dict(left), length, copies)  # what came in stays so: it may be computed again
+        out = forward(layer, hidden, *args, **{name: cache}, **options)
+        return out, {} if copies else cache.left
+
+    return run
