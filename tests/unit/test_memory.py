@@ -20,6 +20,7 @@ from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine
 from tandem.model.attention import Packed, sequential_positions
+from tandem.optimizers.adamw8bit import AdamW8bit
 from tandem.trainer import memory_plan as memory
 from tandem.types import Sampling
 
@@ -277,6 +278,9 @@ def test_a_checkpoint_holds_what_is_trained_and_the_optimizers_state(model_confi
     config = recipe()
     expected = PARAMETERS * 2 + config.optimizer.state_bytes(PARAMETERS, 2)
     assert memory.Planner(config, model_config).checkpoint_bytes(config) == expected
+    cut = recipe(ranks=2, distributed=Distributed(shard="weights"), optimizer=AdamW8bit())
+    grown = memory.Planner(cut, model_config).checkpoint_bytes(cut) - cut.optimizer.state_bytes(PARAMETERS, 2)
+    assert grown == PARAMETERS * (2 + 6), "moments of cut weights are written as float32"
 
 
 # The machine

@@ -71,6 +71,12 @@ def test_ranks_and_workers_that_cannot_share_slices_are_refused_by_name(
     assert re.search(message, refused(tmp_path, world, *options))
 
 
+def test_cut_weights_are_updated_with_moments_of_bytes(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
+    check_ranks(load(recipe, ["ranks=2", WEIGHTS, "optimizer=adamw8bit"]).config, 2)
+
+
 def test_ranks_share_the_slices_of_engines_that_are_each_on_one_host(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tandem.optimizers._adam import Adam
 from tandem.optimizers._precise import FLOAT, Precise
@@ -17,6 +18,9 @@ class AdamW8bit(Adam, Precise):
 
     Torch's own operations on any device, compiled on a CUDA device that can; the same bits after a resume.
     """
+
+    elementwise_bytes: ClassVar[int] = 6
+    """Two moments of four bytes instead of one."""
 
     def bind_parts(self, parts: Sequence[ParameterPart]) -> PartStepper:
         """Allocate codes, scales and what ``precision`` needs."""

@@ -85,6 +85,8 @@ class Optimizer(ABC):
 
     states_on: ClassVar[Literal["weights", "host"]] = "weights"
     """Where the bytes of ``state_bytes`` are held: beside the weights, or in host memory wherever those are."""
+    elementwise_bytes: ClassVar[int] = 0
+    """Bytes a weight that a stepper's ``elementwise_state`` takes beyond ``state_bytes``."""
 
     lr: float = bounded(1e-6, above=0)
     """Peak learning rate, above 0 (to measure a model: tandem eval). LoRA wants about ten times a full fine-tune's."""

@@ -375,7 +375,8 @@ class Planner:
         saving, is_host = config.checkpoint, self.machine.is_host
         if saving.save != "none" and (saving.asynchronous is True or (saving.asynchronous == "auto" and not is_host)):
             narrow = getattr(config.optimizer, "gradients", "float32") == "bfloat16"
-            saved = (states - (2 if narrow else 4) * trainable) * self.ranks.local // shards  # without gradients
+            saved = self._saved_states(config) - (2 if narrow else 4) * trainable  # without gradients
+            saved = saved * self.ranks.local // shards
             saved = trainable * width + (saved if saving.save == "all" else 0)
             why = "copies of what is saved, while it is written"
             size = saved if is_host else saved * PINNED
@@ -439,7 +440,14 @@ class Planner:
         """Bytes of one checkpoint on disk, at most: what is trained and the optimizer's state."""
         counts, width = self.modelled, _width(config)
         reference = self._reference(config) if config.moves_reference else 0
-        return counts.trainable * width + config.optimizer.state_bytes(counts.trainable, width) + reference
+        return counts.trainable * width + self._saved_states(config) + reference
+
+    def _saved_states(self, config: RunConfig) -> int:
+        """Bytes of the optimizer's states as checkpoints have them, and of gradients, which they have not."""
+        cut = self.ranks.world > 1 and config.distributed.shard == "weights"
+        more = config.optimizer.elementwise_bytes if cut and config.trainable.folder_name == "model" else 0
+        trainable = self.modelled.trainable
+        return config.optimizer.state_bytes(trainable, _width(config)) + more * trainable
 
     def _reference(self, config: RunConfig) -> int:
         counts = self.modelled
