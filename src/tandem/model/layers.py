@@ -80,7 +80,7 @@ class _Way:
         if isinstance(plan, Decode) or (isinstance(plan, Packed) and plan.store is not None):
             return self._eager(layer, hidden, *args, **kwargs)
         for name, cache in kwargs.items():
-            if isinstance(cache, LayerPrefix):  # within a layer that has it for both
+            if isinstance(cache, LayerPrefix):  # of a layer within this one, as Zamba2's shared blocks
                 return self._eager(layer, hidden, *args, **kwargs)
             if isinstance(cache, PrefixCache):
                 return self._continue(layer, hidden, name, cache, args, kwargs)
