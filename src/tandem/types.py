@@ -1,7 +1,8 @@
 """Every noun of Tandem. Standard library only: importing this module costs nothing.
 
-Frozen, slotted, keyword-only. A token is an ``int``; a logprob is a natural-log probability under the
-*sampled distribution* (after penalties, temperature, top-p, top-k and min-p).
+Frozen and keyword-only. What goes to graders by the thousand has no slots: pickle takes longer with them. A token is an
+``int``; a logprob is a natural-log probability under the *sampled distribution* (after penalties, temperature, top-p,
+top-k and min-p).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 Json = Any
@@ -42,7 +44,7 @@ class PolicyVersion:
     """Hex digest of the published bytes; empty until they were digested."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Message:
     """One chat message.
 
@@ -68,7 +70,7 @@ class Message:
             raise TypeError(f"the content of a message must be a text, not a {type(self.content).__name__}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """One problem an environment poses.
 
@@ -160,7 +162,7 @@ class Sampling:
         return penalties != (1.0, 0.0, 0.0) or self.min_tokens > 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """What an engine sampled for one prompt: token ids, logprobs and versions have one entry per token.
 
@@ -194,7 +196,7 @@ class Completion:
         return max(self.versions)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Turn:
     """One exchange: the token ids the engine was given, what it sampled, what came back."""
 
@@ -212,7 +214,7 @@ class Turn:
     """False leaves its tokens out of the loss."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """One episode: a task, the policy's completions in it, and its rewards.
 
@@ -260,7 +262,7 @@ class Rollout:
         """True if the last completion was cut by a length limit."""
         return bool(self.turns) and self.turns[-1].completion.finish == "length"
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Sampled tokens over all turns."""
         return sum(len(turn.completion.tokens) for turn in self.turns)
@@ -279,7 +281,7 @@ class Rollout:
         return [m.content for m in self.messages[len(self.task.prompt) :] if m.role == "assistant"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Group:
     """Rollouts of one task; their advantages share one baseline.
 
@@ -301,7 +303,7 @@ class Group:
     replayed: int = 0
     """How often it was trained before, where it takes the place of a zero-variance one."""
 
-    @property
+    @cached_property
     def scored(self) -> tuple[Rollout, ...]:
         """The rollouts that count: those with a reward and at least one sampled token."""
         return tuple(r for r in self.rollouts if r.reward is not None and r.num_tokens)

@@ -109,13 +109,16 @@ class GroupRunner:
 
     def _metrics(self, metrics: object) -> dict[str, float]:
         """What ``play`` returned, if it is numbers by name; else an error that names the environment."""
-        where = f"play(){defined_at(type(self.env).play)} returned"
+
+        def refused(what: str) -> EnvError:
+            return EnvError(f"play(){defined_at(type(self.env).play)} returned {what}")
+
         if not isinstance(metrics, Mapping):
-            raise EnvError(f"{where} {type(metrics).__name__}; expected a mapping of metrics, such as {{}}")
+            raise refused(f"{type(metrics).__name__}; expected a mapping of metrics, such as {{}}")
         for name, value in metrics.items():
             if not isinstance(name, str) or not isinstance(value, Real):
                 shown = f"{str(name)[:60]!r}: {str(value)[:60]!r} ({type(value).__name__})"
-                raise EnvError(f"{where} the metric {shown}; expected a number by its name")
+                raise refused(f"the metric {shown}; expected a number by its name")
         return {name: float(value) for name, value in metrics.items()}
 
     async def _answers(self, since: float) -> bool:

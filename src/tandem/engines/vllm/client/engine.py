@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -201,8 +200,7 @@ class VllmEngine(Engine):
             raise StaleWeights(f"{server.name} sampled before {newest} published to it")
         if self._requirements.router_replay and sampled.tokens and not sampled.experts and sampled.finish != "abort":
             raise EngineError(f"{server.name} does not tell which experts it chose: start it from this recipe")
-        completion = server.completion(sampled.tokens, sampled.logprobs, versions, sampled.finish)
-        return replace(completion, experts=sampled.experts)
+        return server.completion(sampled.tokens, sampled.logprobs, versions, sampled.finish, sampled.experts)
 
     def _same(self, server: EngineServer, instance_id: str) -> None:
         if instance_id != server.instance_id:

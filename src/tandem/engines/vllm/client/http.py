@@ -190,7 +190,12 @@ class EngineServer:
             return await self._answer(method, path, lambda: data)
 
     def completion(
-        self, tokens: Sequence[int], logprobs: Sequence[Any], versions: Sequence[int], finish: str | None
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[Any],
+        versions: Sequence[int],
+        finish: str | None,
+        experts: bytes = b"",
     ) -> Completion:
         """What it sampled, if every token has a logprob that is a finite number."""
         bad = next((n for n, p in enumerate(logprobs) if p is None or not math.isfinite(p)), None)
@@ -208,6 +213,7 @@ class EngineServer:
             logprobs=tuple(logprobs),
             versions=tuple(versions),
             finish=finishes.get(finish, "abort"),
+            experts=experts,
         )
 
     def odd(self, path: str, error: object) -> EngineError:
