@@ -66,7 +66,6 @@ ODD: dict[str, Any] = {
     "top_logprobs": 3,
     "ignore_eos": True,
     "reasoning_effort": "low",
-    "chat_template_kwargs": {"tokenize": True},
 }
 
 

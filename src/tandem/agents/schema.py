@@ -30,12 +30,6 @@ UNREAD = frozenset((
 """Fields that no answer depends on."""
 REFUSED = frozenset(("functions", "function_call", "suffix", "echo"))
 """Fields without which an agent could not go on."""
-_RENDERING = frozenset((
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "padding",
-    "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
-    "truncation",
-))  # fmt: skip
-"""What ``chat_template_kwargs`` cannot set: it says how a template is rendered, or replaces it."""
 _TEXTS = ("text", "input_text", "output_text")
 """Types of parts that are text."""
 
@@ -192,9 +186,6 @@ class ChatRequest(CompletionRequest, kw_only=True):
             BadRequest: the template would leave them out of the prompt.
         """
         options = self.chat_template_kwargs or {}
-        for name in sorted(_RENDERING.intersection(options)):
-            _tell(f"{name} in chat_template_kwargs is left out of agents' requests: the run's template stays as it is")
-        options = {name: value for name, value in options.items() if name not in _RENDERING}
         if not self.tools or self.tool_choice == "none":
             return ToolOffer(template_options=options)
         if not speech.shown:
