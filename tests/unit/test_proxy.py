@@ -133,9 +133,9 @@ def test_a_stream_has_the_whole_answer(template: Template) -> None:
 
     events = [line.removeprefix("data: ") for line in served(template, Scripted([A, END]), talk).split("\n\n") if line]
     assert events[-1] == "[DONE]"
-    first, last = (json.loads(event)["choices"][0] for event in events[:-1])
-    assert first["delta"]["content"] == "a"
-    assert last["finish_reason"] == "stop"
+    (choice,) = (json.loads(event)["choices"][0] for event in events[:-1])
+    assert choice["delta"]["content"] == "a"
+    assert choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,13 @@ def chunks(body: dict[str, Json], *, counted: bool) -> Iterator[dict[str, Json]]
     is_chat = body["object"] == "chat.completion"
     head = {**body, "object": "chat.completion.chunk" if is_chat else body["object"]}
     usage = head.pop("usage")
-    for part in _parts(body["choices"], is_chat):
-        yield {**head, "choices": [part]}
+    for choice in body["choices"]:
+        if is_chat:
+            delta = choice.pop("message")
+            if calls := delta.get("tool_calls"):
+                delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+            choice["delta"] = delta
+        yield {**head, "choices": [choice]}
     if counted:
         yield {**head, "choices": [], "usage": usage}
 
@@ -81,21 +86,6 @@ async def streamed(request: web.Request, events: Iterable[bytes]) -> web.StreamR
         await response.write(event + b"\n\n")
     await response.write_eof()
     return response
-
-
-def _parts(choices: Iterable[dict[str, Json]], is_chat: bool) -> Iterator[dict[str, Json]]:
-    """Two of each choice: what was said, and how it ended."""
-    for choice in choices:
-        if is_chat:
-            delta = dict(choice["message"])
-            if calls := delta.get("tool_calls"):
-                delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-            start: dict[str, Json] = {"delta": delta}
-            end: dict[str, Json] = {"delta": {}}
-        else:
-            start, end = {"text": choice["text"]}, {"text": ""}
-        yield {"index": choice["index"], **start, "finish_reason": None, "logprobs": choice["logprobs"]}
-        yield {"index": choice["index"], **end, "finish_reason": choice["finish_reason"], "logprobs": None}
 
 
 def _message(answer: Reply) -> dict[str, Json]:
