@@ -236,10 +236,16 @@ def _children() -> set[int]:
         ("write pickle", "crashed", "reward 'f' wrote to the pipe on which its grading process answers"),
         ("hang", "timeout", "reward 'f' took longer than 0.5 s and was stopped"),
         ("spin", "timeout", "reward 'f' took longer than 0.5 s and was stopped"),
-        ("nan", "bad_value", "reward 'f' returned nan; expected a finite number or None"),
-        ("inf", "bad_value", "reward 'f' returned inf; expected a finite number or None"),
-        ("text", "bad_value", "reward 'f' returned '7' (str); expected a finite number or None"),
-        ("list", "bad_value", "reward 'f' returned '[1.0]' (list); expected a finite number or None"),
+        ("nan", "bad_value", "reward 'f' returned nan; expected a number from -1e18 to 1e18, or None"),
+        ("inf", "bad_value", "reward 'f' returned inf; expected a number from -1e18 to 1e18, or None"),
+        ("text", "bad_value", "reward 'f' returned '7' (str); expected a number from -1e18 to 1e18, or None"),
+        ("list", "bad_value", "reward 'f' returned '[1.0]' (list); expected a number from -1e18 to 1e18, or None"),
+        ("large", "bad_value", "reward 'f' returned -1e+308; expected a number from -1e18 to 1e18, or None"),
+        (
+            "whole",
+            "bad_value",
+            "reward 'f' returned a whole number of 16610 bits; expected a number from -1e18 to 1e18, or None",
+        ),
     ],
 )
 def test_failure_costs_one_rollout(tmp_path: Path, bad: str, reason: str, message: str) -> None:
@@ -252,15 +258,6 @@ def test_failure_costs_one_rollout(tmp_path: Path, bad: str, reason: str, messag
     assert metrics[f"grading/failed_{reason}"] == 1.0
     assert metrics.get("grading/restarts", 0.0) == (reason in ("crashed", "timeout"))
     assert not Path("written_by_a_pickle").exists()
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"), [("large", "returned -1e+308"), ("whole", "returned a whole number of 16610 bits")]
-)
-def test_a_number_out_of_all_bounds_ends_the_run_at_once(bad: str, message: str) -> None:
-    with pytest.raises(RewardError) as caught:
-        graded({"f": "sample_graders:by_text"}, group("7", bad))
-    assert str(caught.value) == f"reward 'f' {message}; expected a number from -1e18 to 1e18"
 
 
 def test_the_text_of_an_error_is_cut(tmp_path: Path) -> None:
@@ -384,10 +381,10 @@ def test_cancelled_grading_does_not_leak_into_the_next_group() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("no_such.mod:fn", "reward function 'no_such.mod:fn' cannot be imported: No module named 'no_such'"),
-        ("sample_graders:missing", "reward function 'sample_graders:missing' cannot be imported: .*missing"),
-        ("broken_graders:fn", "cannot be imported: No module named 'no_such_library'"),
-        ("exiting_graders:fn", "'exiting_graders:fn' cannot be imported: it raised SystemExit"),
+        ("no_such.mod:fn", "reward 'f' cannot be used: ModuleNotFoundError: No module named 'no_such'"),
+        ("sample_graders:missing", "reward 'f' cannot be used: AttributeError: .*sample_graders.*missing"),
+        ("broken_graders:fn", "cannot be used: ModuleNotFoundError: No module named 'no_such_library'"),
+        ("exiting_graders:fn", "cannot be used: ImportError: it raised SystemExit"),
         ("sample_graders:number", "is a int; expected"),
         ("sample_graders:two", r"cannot be used: TypeError: it takes \(a, b\); expected f\(rollout\)"),
     ],

@@ -6,7 +6,7 @@ import pkgutil
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from tandem.errors import ConfigError, RewardError, message_of
+from tandem.errors import ConfigError
 from tandem.importing import importing
 from tandem.rewards.grading.calls import Called, FunctionReward, plain
 
@@ -27,20 +27,6 @@ class Function(FunctionReward):
         module, _, name = self.path.replace(":", ".").rpartition(".")
         if not module or not name:
             raise ConfigError(f"path must be pkg.module.fn, got {self.path!r}")
-
-    def prepare(self) -> None:
-        """Import it.
-
-        Raises:
-            RewardError: it cannot be imported, or is no function of completions or of a rollout.
-        """
-        try:
-            self.called()
-        except TypeError as error:
-            raise RewardError(f"reward function {self.path!r} cannot be used: {message_of(error)}") from error
-        except Exception as error:  # user code may raise anything while it is imported
-            why = error if isinstance(error, ImportError) else message_of(error)
-            raise RewardError(f"reward function {self.path!r} cannot be imported: {why}") from error
 
     def called(self) -> Called:
         with importing():

@@ -52,10 +52,6 @@ class PluginReward(FunctionReward):
         """The options alone: what was made of the files stays in the process that ran them."""
         return {name: value for name, value in vars(self).items() if name != "_called"}
 
-    def prepare(self) -> None:
-        """Run the files; raises RewardError if none registers the name, and whatever they raise."""
-        self.called()
-
     def called(self) -> Called:
         return self._called
 

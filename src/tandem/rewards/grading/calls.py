@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -145,6 +146,10 @@ class FunctionReward(Reward):
     def called(self) -> Called:
         """How the function is called; raises whatever importing it raises."""
 
+    def prepare(self) -> None:
+        """Import the function; raises whatever that raises."""
+        self.called()
+
     def __call__(self, rollout: Rollout) -> float | None:
         """One rollout as a group of its own; raises RewardError for a bad value."""
         called = self.called()
@@ -220,20 +225,16 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _verdict(value: Any) -> Verdict:
-    """The value if it is a number, None or a failure, else what is wrong with it; one out of bounds ends the run."""
+    """The value if it is a number, None or a failure, else what is wrong with it."""
     if value is None or isinstance(value, Failure):
         return value
     if hasattr(value, "item") and not isinstance(value, numbers.Real):
-        try:
-            value = value.item()  # a tensor or an array of one number
-        except (ValueError, RuntimeError):
-            return _bad(f"returned {_shown(value)}; expected a finite number or None")
-    size: Any = abs(value) if isinstance(value, numbers.Real) else 0
-    if _MOST < size < math.inf:
-        return Failure("bad_value", f"returned {_shown(value)}; expected a number from -1e18 to 1e18", costs="run")
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        return _bad(f"returned {_shown(value)}; expected a finite number or None")
-    return float(value)
+        with contextlib.suppress(ValueError, RuntimeError):  # of several numbers
+            value = value.item()  # a tensor or an array of one
+    number: Any = value if isinstance(value, numbers.Real) else math.nan
+    if -_MOST <= number <= _MOST:
+        return float(number)
+    return _bad(f"returned {_shown(value)}; expected a number from -1e18 to 1e18, or None")
 
 
 def _bad(text: str) -> Failure:

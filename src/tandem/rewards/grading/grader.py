@@ -211,7 +211,8 @@ def _load(specs: Mapping[str, bytes]) -> dict[str, Called] | str:
             rewards[name] = called(reward)
         except BaseException as error:  # user code may raise anything
             sys.stderr.write(redacted(traceback.format_exc()))
-            return str(error) if isinstance(error, RewardError) else f"reward {name!r} fails: {message_of(error)}"
+            text = f"reward {name!r} cannot be used: {message_of(error)}"
+            return str(error) if isinstance(error, RewardError) else text
     return rewards
 
 
