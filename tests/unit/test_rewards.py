@@ -287,23 +287,18 @@ def gym(reply: str, answer: str = "7", task: str = "chain_sum", **metadata: Any)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("extract", "reply", "value"),
+    ("reply", "value"),
     [
-        ("auto", "4 + 3 = 7", 1.0),
-        ("auto", "State the final answer: 4 + 3 = ... 7", 1.0),
-        ("auto", "<answer> 7 </answer> (not 8)", 1.0),
-        ("auto", "<answer>8</answer> 7", 0.0),
-        ("auto", "17", 0.0),
-        ("auto", "", 0.0),
-        ("last_number", "<answer>8</answer> 7", 1.0),
-        ("tag", "7", 0.0),
-        ("tag", "<answer>7</answer>", 1.0),
-        ("whole", "4 + 3 = 7", 0.0),
-        ("whole", " 7\n", 1.0),
+        ("4 + 3 = 7", 1.0),
+        ("State the final answer: 4 + 3 = ... 7", 1.0),
+        ("<answer> 7 </answer> (not 8)", 1.0),
+        ("<answer>8</answer> 7", 0.0),
+        ("17", 0.0),
+        ("", 0.0),
     ],
 )
-def test_reasoning_gym_extraction(extract: Any, reply: str, value: float) -> None:
-    assert ReasoningGymReward(extract=extract)(gym(reply)) == value
+def test_reasoning_gym_extraction(reply: str, value: float) -> None:
+    assert ReasoningGymReward()(gym(reply)) == value
 
 
 def test_reasoning_gym_partial_credit_is_asked_for() -> None:

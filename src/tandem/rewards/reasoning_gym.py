@@ -6,30 +6,27 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from tandem.errors import RewardError
 from tandem.importing import library
-from tandem.rewards._answers import in_tag, is_number, last_number, last_tag
+from tandem.rewards._answers import is_number, last_number, last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Json, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGymReward(Reward):
-    """1 if the task's own verifier gives the extracted answer full marks; else 0, or its partial credit."""
+    """1 if the task's own verifier gives the answer full marks; else 0, or its partial credit.
 
-    extract: Literal["auto", "tag", "last_number", "whole"] = "auto"
-    """What of the reply is the answer. auto: the last tag if there is one, else the last number if the gold
-    answer is a number, else the whole reply."""
+    The answer is what stands in the reply's last tag; without one, the last number if the gold answer is a number, else
+    the whole reply.
+    """
+
     tag: str = "answer"
     """Name of the tag."""
     partial: bool = False
     """Keep the verifier's partial credit. For numbers most verifiers give some for 13 where 3 was right."""
-
-    def inert(self) -> Mapping[str, str]:
-        """Options that change nothing, and why."""
-        return {"tag": f"extract is {self.extract}"} if self.extract in ("last_number", "whole") else {}
 
     def prepare(self) -> None:
         library("reasoning_gym", "reward reasoning_gym", "reasoning-gym", RewardError)
@@ -44,16 +41,11 @@ class ReasoningGymReward(Reward):
         score = _verifier(task.meta["task"], json.dumps(task.meta.get("config", {})))(answer, entry)
         return float(score) if self.partial or score >= 1 else 0.0
 
-    def phrase(self, answer: str) -> str:
-        return in_tag(answer, self.tag) if self.extract == "tag" else answer
-
     def _extracted(self, reply: str, gold: str) -> str | None:
-        tagged = last_tag(reply, self.tag) if self.extract in ("auto", "tag") else None
-        if tagged is not None or self.extract == "tag":
+        tagged = last_tag(reply, self.tag)
+        if tagged is not None:
             return tagged
-        if self.extract == "last_number" or (self.extract == "auto" and is_number(gold)):
-            return last_number(reply)
-        return reply.strip()
+        return last_number(reply) if is_number(gold) else reply.strip()
 
 
 @cache
