@@ -10,14 +10,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from tandem.errors import DOCS, ConfigError, RewardError
 from tandem.importing import importing
-from tandem.rewards.grading.calls import Called, FunctionReward
+from tandem.rewards.grading.calls import Called, FunctionReward, awaits, keywords
 from tandem.types import Json, Rollout
 from tandem_compat.swift.options import RLHF
 
@@ -48,15 +48,7 @@ class PluginReward(FunctionReward):
         if not self.files:
             raise ConfigError("files must name the plug-in's files")
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The options alone: what was made of the files stays in the process that ran them."""
-        return {name: value for name, value in vars(self).items() if name != "_called"}
-
     def called(self) -> Called:
-        return self._called
-
-    @cached_property
-    def _called(self) -> Called:
         rewards = registered(self.files)
         if self.registered not in rewards:
             known = ", ".join(sorted(rewards)) or "nothing"
@@ -64,9 +56,7 @@ class PluginReward(FunctionReward):
         reward = rewards[self.registered]
         if inspect.isclass(reward):
             reward = reward(**_options(reward, self.arguments))
-        parameters = inspect.signature(reward).parameters.values()
-        accepts = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        names, any_name = keywords(reward)
 
         def call(completions: Sequence[str], **columns: Any) -> Any:
             """Completions come first, whatever the reward calls them."""
@@ -75,8 +65,8 @@ class PluginReward(FunctionReward):
         return Called(
             call=call,
             shape="columns",
-            is_async=any(inspect.iscoroutinefunction(function) for function in (reward, type(reward).__call__)),
-            accepts=None if any_name else frozenset(accepts | {"completions"}),
+            is_async=awaits(reward),
+            accepts=None if any_name else names | {"completions"},
             text=True,
             more=_columns,
         )
@@ -132,11 +122,10 @@ def _options(made: type, values: Mapping[str, Json]) -> dict[str, Any]:
     """What a class of rewards is made with: ``args``, and single arguments and the tokenizer if it names them."""
     if "__init__" not in {name for base in made.__mro__[:-1] for name in vars(base)}:
         return {}
-    parameters = inspect.signature(made).parameters
-    names = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    names, any_name = keywords(made)
     args = _arguments(values)
     options = {name: value for name, value in vars(args).items() if name in names}
-    if "args" in names or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    if "args" in names or any_name:
         options["args"] = args
     if "tokenizer" in names:
         from tandem.model.policy import load_tokenizer

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
-from tandem.errors import ConfigError
 from tandem.rewards.base import Reward
+from tandem.rewards.overlong import Overlong
 from tandem.types import Json, Rollout
 from tandem_compat.table import Reader
 
@@ -26,20 +25,8 @@ class SwiftFormat(Reward):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwiftSoftOverlong(Reward):
+class SwiftSoftOverlong(Overlong):
     """0 up to ``max_tokens - cache`` tokens, then a straight line through -1 at ``max_tokens`` that goes on beyond."""
-
-    full_marks: ClassVar[None] = None
-    """A gold reply proves nothing of it."""
-
-    max_tokens: int
-    """Sampled tokens at which the punishment is 1."""
-    cache: int
-    """Tokens before that over which it grows."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.cache < self.max_tokens:
-            raise ConfigError(f"cache must be from 1 to below max_tokens ({self.max_tokens}), got {self.cache}")
 
     def __call__(self, rollout: Rollout) -> float:
         return -max(0.0, (rollout.num_tokens - (self.max_tokens - self.cache)) / self.cache)

@@ -177,24 +177,29 @@ def plain(function: Callable[..., Any], *, text: bool = False) -> Called:
     Raises:
         TypeError: none fits what it takes.
     """
-    is_async = _is_async(function)
-    parameters = inspect.signature(function).parameters
-    by_name = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    accepts = None if open_ended else frozenset(by_name)
+    is_async = awaits(function)
+    by_name, open_ended = keywords(function)
+    accepts = None if open_ended else by_name
     if "solution_str" in by_name:
-        return Called(call=function, shape="verl", is_async=is_async, accepts=frozenset(by_name & _VERL))
+        return Called(call=function, shape="verl", is_async=is_async, accepts=by_name & _VERL)
     if by_name & _TRL or (open_ended and "rollout" not in by_name):
         return Called(call=function, shape="columns", is_async=is_async, accepts=accepts, text=text)
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
         forms = "f(rollout), f(completions, **columns), or f(data_source, solution_str, ground_truth, extra_info)"
-        raise TypeError(f"it takes ({', '.join(parameters)}); expected {forms}") from error
+        raise TypeError(f"it takes {inspect.signature(function)}; expected {forms}") from error
     return Called(call=function, shape="rollout", is_async=is_async)
 
 
-def _is_async(function: Any) -> bool:
+def keywords(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """Names of the parameters that can be given by name, and whether any other name is taken too."""
+    parameters = inspect.signature(function).parameters
+    names = (name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return frozenset(names), any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def awaits(function: Any) -> bool:
     """True for an ``async def``, an object that is called by one, and a part of one."""
     while isinstance(function, functools.partial):
         function = function.func
