@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import msgspec
 
-from tandem.agents.tool_calls import ToolCall, ToolMessage, ToolOffer, ToolSyntax
+from tandem.agents.tool_calls import ToolCall, ToolOffer, ToolSyntax
 from tandem.rollout.turns import OF_THE_RUN, untrainable_option
 from tandem.types import Json, Message, Sampling
 
@@ -218,12 +218,10 @@ def _tell(text: str) -> None:
 def _spoken(message: _RequestMessage) -> Message:
     if message.function_call:
         raise BadRequest("function_call cannot be read; give tool_calls", param="messages")
-    text = text_of(message.content, "messages")
-    if not (message.tool_calls or message.tool_call_id or message.name):
-        return Message(role=message.role, content=text)
-    answers, name = message.tool_call_id or "", message.name or ""
-    calls = tuple(map(_called, message.tool_calls or ()))
-    return ToolMessage(role=message.role, content=text, calls=calls, answers=answers, name=name)
+    calls = [call.written(call.value()) for call in map(_called, message.tool_calls or ())]
+    fields = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
+    given = {name: value for name, value in fields.items() if value}
+    return Message(role=message.role, content=text_of(message.content, "messages"), fields=given)
 
 
 def _called(call: _RequestCall) -> ToolCall:

@@ -26,7 +26,7 @@ from tandem import doors
 from tandem.agents.dialects import ChatApi, Messages, Responses
 from tandem.agents.replies import Reply, chunks, reply_body, streamed
 from tandem.agents.schema import BadRequest, ChatRequest, CompletionRequest, TextRequest
-from tandem.agents.tool_calls import ToolMessage, ToolOffer, alike, as_text, read
+from tandem.agents.tool_calls import ToolOffer, alike, as_text, read, spoken
 from tandem.engines.base import Engine
 from tandem.errors import Deadline, EngineError, EnvError
 from tandem.rollout.template import Template
@@ -113,7 +113,7 @@ class Session:
             turn = await self._sample(prompt.tokens, ending, number)
             whole = self.template.decode(turn.completion.tokens)
             text, calls = read(form, offer, _cut(whole, sampling.stop))
-            key = _extended(prompt.key, ToolMessage(role="assistant", content=text, calls=calls))
+            key = _extended(prompt.key, spoken(text, calls))
             self._conversations[key] = self._noted(turn, before, whole)
             return Reply(text=text, calls=calls, turn=turn)
 

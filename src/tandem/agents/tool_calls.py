@@ -8,7 +8,6 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from tandem.errors import EnvError
 from tandem.types import Json, Message
@@ -39,16 +38,10 @@ class ToolCall:
             return self.arguments
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolMessage(Message):
-    """A chat message with tool calls, or with the result of one."""
-
-    calls: tuple[ToolCall, ...] = ()
-    """What an assistant's message calls."""
-    answers: str = ""
-    """Id of the call whose result a tool's message is."""
-    name: str = ""
-    """Name of the speaker, where the message has one."""
+def spoken(content: str, calls: Sequence[ToolCall]) -> Message:
+    """An assistant's message, with its calls as chat templates take them."""
+    fields = {"tool_calls": [call.written(call.value()) for call in calls]} if calls else {}
+    return Message(role="assistant", content=content, fields=fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +148,7 @@ def speech(render: Render) -> ToolSyntax:
     except EnvError:
         return ToolSyntax(shown=False, form=None)
     try:
-        text = render([_QUESTION, ToolMessage(role="assistant", content="", calls=(_PROBE,))], [_TOOL])
+        text = render([_QUESTION, spoken("", [_PROBE])], [_TOOL])
     except EnvError:
         return ToolSyntax(shown=shown, form=None)
     return ToolSyntax(shown=shown, form=_form(text))
@@ -207,24 +200,9 @@ def _call(text: str) -> ToolCall | None:
     return ToolCall(name=call["name"], arguments=json.dumps(arguments, ensure_ascii=False))
 
 
-def as_template(message: Message) -> dict[str, Any]:
-    """A message as chat templates take it."""
-    plain = message.as_dict()
-    if not isinstance(message, ToolMessage):
-        return plain
-    if message.calls:
-        plain["tool_calls"] = [call.written(call.value()) for call in message.calls]
-    if message.answers:
-        plain["tool_call_id"] = message.answers
-    if message.name:
-        plain["name"] = message.name
-    return plain
-
-
 def as_text(message: Message) -> Message:
     """A message for graders and people, who read text: calls that the policy did not write itself follow as JSON."""
-    calls = message.calls if isinstance(message, ToolMessage) else ()
-    written = [json.dumps({"name": call.name, "arguments": call.value()}, ensure_ascii=False) for call in calls]
+    written = [json.dumps(call["function"], ensure_ascii=False) for call in message.fields.get("tool_calls", ())]
     return Message(role=message.role, content="\n".join(part for part in (message.content, *written) if part))
 
 
@@ -235,6 +213,5 @@ def alike(message: Message) -> Message:
     """
     if message.role != "assistant":
         return message
-    calls = message.calls if isinstance(message, ToolMessage) else ()
-    same = tuple(ToolCall(name=c.name, arguments=json.dumps(c.value(), sort_keys=True)) for c in calls)
-    return ToolMessage(role="assistant", content=message.content.strip(), calls=same)
+    same = [json.dumps(call["function"], sort_keys=True) for call in message.fields.get("tool_calls", ())]
+    return Message(role="assistant", content=message.content.strip(), fields={"tool_calls": same})

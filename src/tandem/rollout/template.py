@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from tandem.agents.tool_calls import ToolSyntax, as_template, speech
+from tandem.agents.tool_calls import ToolSyntax, speech
 from tandem.errors import ConfigError, EnvError
 from tandem.observability import waits
 from tandem.types import TEXT, Json, Message, Task
@@ -160,7 +160,7 @@ class Template:
     ) -> str:
         if any(message.role == TEXT for message in messages):
             raise EnvError("a text that the policy goes on with has no chat template, so no message can follow it")
-        plain = [as_template(message) for message in messages]
+        plain = [message.as_dict() for message in messages]
         options = {**self._options, **options, **({"tools": list(tools)} if tools else {})}
         try:
             with waits.blocking(waits.actor("rollouts"), "messages as text", on="the chat template"):
