@@ -57,16 +57,6 @@ class _Conversation:
     messages: tuple[Message, ...]  # as people read it
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A conversation or text as tokens: those of ``earlier``, which it extends, and of what is ``new``."""
-
-    tokens: Sequence[int]
-    new: tuple[Message, ...]  # as people read it
-    key: bytes = b""  # of all its messages
-    earlier: _Conversation | None = None
-
-
 @dataclass(slots=True)
 class Session:
     """One agent's work on one task; ``turns`` is its record."""
@@ -102,19 +92,19 @@ class Session:
         conversation, sampling = tuple(messages), sampling or self.sampling
         numbers = [next(self._numbers) for _ in range(answers)]
         size = sum(64 + len(message.content) for message in conversation)
-        prompt = await _aside(size, partial(self._prompt, conversation, offer))
-        before = self._answered(prompt)
+        tokens, key, before = await _aside(size, partial(self._prompt, conversation, offer))
         form = self.template.speech.form if offer.tools else None
         # A form whose calls end with a text of their own is kept to one call by ending there.
         ends = (form.stop,) if form is not None and form.stop and offer.single else ()
         ending = replace(sampling, stop=(*sampling.stop, *ends))
 
         async def answer_once(number: int) -> Reply:
-            turn = await self._sample(prompt.tokens, ending, number)
+            turn = await self._sample(tokens, ending, number)
             whole = self.template.decode(turn.completion.tokens)
             text, calls = read(form, offer, _cut(whole, sampling.stop))
-            key = _extended(prompt.key, spoken(text, calls))
-            self._conversations[key] = self._noted(turn, before, whole)
+            self.messages = (*before, Message(role="assistant", content=whole))
+            known = _Conversation((*turn.prompt, *turn.completion.tokens), len(self.turns) - 1, self.messages)
+            self._conversations[_extended(key, spoken(text, calls))] = known
             return Reply(text=text, calls=calls, turn=turn)
 
         # An answer that is still sampled when another fails would be recorded and go to nobody.
@@ -177,29 +167,25 @@ class Session:
         self.turns.append(turn)
         return turn
 
-    def _noted(self, turn: Turn, before: tuple[Message, ...], text: str) -> _Conversation:
-        """What was said up to now, the newest turn included."""
-        self.messages = (*before, Message(role="assistant", content=text))
-        return _Conversation((*turn.prompt, *turn.completion.tokens), len(self.turns) - 1, self.messages)
+    def _prompt(
+        self, messages: tuple[Message, ...], offer: ToolOffer
+    ) -> tuple[Sequence[int], bytes, tuple[Message, ...]]:
+        """A conversation as token ids, its key, and its messages as people read them.
 
-    def _prompt(self, messages: tuple[Message, ...], offer: ToolOffer) -> _Prompt:
-        """A conversation as token ids: those of the longest one that it extends, and of what is new."""
+        The ids are those of the longest conversation that it extends, and of what is new, which is noted as the reply
+        to that one's turn.
+        """
         keys = list(accumulate(messages, _extended, initial=offer.key))
         for cut in range(len(messages) - 1, 0, -1):
             if (earlier := self._conversations.get(keys[cut])) is not None:
                 before, new = messages[: cut - 1], messages[cut:]
                 last = earlier.tokens[-1]
                 bridge = self.template.bridge(before, new, last, offer.tools, offer.template_options)
-                return _Prompt([*earlier.tokens, *bridge], tuple(map(as_text, new)), keys[-1], earlier)
+                said = tuple(map(as_text, new))
+                self.turns[earlier.turn] = replace(self.turns[earlier.turn], reply=said)
+                return [*earlier.tokens, *bridge], keys[-1], (*earlier.messages, *said)
         tokens = self.template.prompt(messages, offer.tools, offer.template_options)
-        return _Prompt(tokens, tuple(map(as_text, messages)), keys[-1])
-
-    def _answered(self, prompt: _Prompt) -> tuple[Message, ...]:
-        """Note what the agent said next; all that was said."""
-        if (earlier := prompt.earlier) is None:
-            return prompt.new
-        self.turns[earlier.turn] = replace(self.turns[earlier.turn], reply=prompt.new)
-        return (*earlier.messages, *prompt.new)
+        return tokens, keys[-1], tuple(map(as_text, messages))
 
 
 def _extended(key: bytes, message: Message) -> bytes:
