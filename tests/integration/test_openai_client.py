@@ -12,7 +12,7 @@ from integration.atropos_peers import HERE, atropos_python, verifiers_python
 from support.fake_engine import END
 from support.proxy_sessions import Scripted
 
-from tandem.agents.server import Proxy
+from tandem.agents.server import Proxy, Session
 from tandem.rollout.template import Template
 from tandem.types import Sampling
 
@@ -48,13 +48,13 @@ def test_a_client(script: str, python: Callable[[], Path], texts: Sequence[str],
 
     async def go() -> tuple[int, str]:
         engine = Roomy(*replies)
-        proxy = Proxy(engine, template, Sampling(max_tokens=100), model="m")  # type: ignore[arg-type]
+        session = Session(engine, template, Sampling(max_tokens=100), "s")  # type: ignore[arg-type]
+        proxy = Proxy(session, model="m")
         async with proxy.serving() as url:
-            name, session = proxy.create()
             process = await asyncio.create_subprocess_exec(
                 python(),
                 HERE / script,
-                f"{url}/{name}/v1",
+                f"{url}/{proxy.key}/v1",
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )

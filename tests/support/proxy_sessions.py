@@ -40,9 +40,10 @@ def served(
     """Have ``talk`` post to a session's /v1/chat/completions; it gets (post, session, proxy)."""
 
     async def go() -> T:
-        proxy = Proxy(engine, template, Sampling(**{"max_tokens": 8, **sampling}), model="m")
+        session = Session(engine, template, Sampling(**{"max_tokens": 8, **sampling}), "s")
+        proxy = Proxy(session, model="m")
         async with asyncio.timeout(20), proxy.serving() as url, aiohttp.ClientSession() as http:
-            name, session = proxy.create("s")
+            name = proxy.key
 
             async def post(*messages: Any, path: str = "v1/chat/completions", status: int = 200, **body: Any) -> Any:
                 payload = {"model": "m", "messages": list(messages), **body}

@@ -199,7 +199,7 @@ def test_a_server_answers_nobody_without_the_key_of_an_episode(template: Templat
     engine: Any = Scripted([A, END])
 
     async def talk(post: Any, session: Session, _: Proxy) -> None:
-        other = Proxy(engine, template, Sampling(max_tokens=8), model="m").create()[0]
+        other = Proxy(session, model="m").key
         wrong = f"{post.url}/{other if key == 'OTHER' else key}/v1"
         headers = {"Authorization": f"Bearer {post.name}"}
         for path in ("chat/completions", "completions"):

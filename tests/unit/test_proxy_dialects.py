@@ -178,13 +178,10 @@ def test_what_cannot_be_done_is_refused(path: str, body: dict[str, Any], text: s
 
 def test_a_response_of_another_episode_is_not_gone_on_with(template: Template) -> None:
     async def go(post: Any, _: Session, proxy: Proxy) -> None:
-        other, _ = proxy.create()
-        seen = []
-        for name in (post.name, post.name, other):
-            body = {"model": "m", "input": "?", "previous_response_id": seen[0]["id"] if seen else None}
-            async with post.http.post(f"{post.url}/{name}/v1/responses", json=body) as response:
-                seen.append(await response.json())
-        assert seen[1]["object"] == "response"
-        assert "no response of this episode has this id" in seen[2]["error"]["message"]
+        first = await post(path="v1/responses", input="?")
+        more = await post(path="v1/responses", input="?", previous_response_id=first["id"])
+        assert more["object"] == "response"
+        odd = await post(path="v1/responses", input="?", previous_response_id="resp_0", status=400)
+        assert "no response of this episode has this id" in odd["error"]["message"]
 
     served(template, Roomy(*([*template.more(text), END] for text in ("one", "two"))), go, max_tokens=200)

@@ -206,25 +206,16 @@ def _cut(text: str, stop: Sequence[str]) -> str:
 
 
 class Proxy:
-    """HTTP server of sessions on one engine. The path of each holds its key, which only its agent is told."""
+    """HTTP server of one session. Its path holds a key, which only the session's agent is told."""
 
     base = "/{key}/v1"
     """Path of a session's API."""
 
-    def __init__(self, engine: Engine, template: Template, sampling: Sampling, *, model: str):
-        """``model`` is what requests call the policy; they may say anything."""
-        self._engine = engine
-        self._template = template
-        self._sampling = sampling
+    def __init__(self, session: Session, *, model: str):
+        """``model`` is what requests call the policy; they may say anything. The API is at ``URL/KEY/v1``."""
+        self.session = session
         self._model = model
-        self._sessions: dict[str, Session] = {}
-
-    def create(self, stream: str = "") -> tuple[str, Session]:
-        """Begin a session; its key, and itself. Its API is at ``URL/KEY/v1``."""
-        key = secrets.token_urlsafe(24)
-        session = Session(self._engine, self._template, self._sampling, stream or key)
-        self._sessions[key] = session
-        return key, session
+        self.key = secrets.token_urlsafe(24)
 
     @asynccontextmanager
     async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
@@ -261,22 +252,22 @@ class Proxy:
         except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
             raise BadRequest(f"the body is none of /v1/{name}: {error}") from error
         options = ChatRequest.read(msgspec.json.encode(chat))
-        offer = options.offer(self._template.speech)
-        (reply,) = await session.reply(options.conversation(), options.sampling(self._sampling), offer)
+        offer = options.offer(self.session.template.speech)
+        (reply,) = await session.reply(options.conversation(), options.sampling(self.session.sampling), offer)
         body = dialect.body(self._model, reply, int(time.time()), fields, chat)
         return await streamed(request, dialect.stream(body)) if options.stream else web.json_response(body)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, content = self._session(request), await request.read()
         options = await _aside(len(content), partial(ChatRequest.read, content))
-        sampling, offer = options.sampling(self._sampling), options.offer(self._template.speech)
+        sampling, offer = options.sampling(self.session.sampling), options.offer(self.session.template.speech)
         replies = await session.reply(options.conversation(), sampling, offer, options.answers)
         return await self._respond(request, options, [replies], bool(options.logprobs))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, content = self._session(request), await request.read()
         options = await _aside(len(content), partial(TextRequest.read, content))
-        sampling, prompts = options.sampling(self._sampling), options.prompts(self._template.vocabulary)
+        sampling, prompts = options.sampling(self.session.sampling), options.prompts(self.session.template.vocabulary)
         each = await together(session.complete(prompt, sampling, options.answers) for prompt in prompts)
         return await self._respond(request, options, each, options.logprobs is not None)
 
@@ -284,7 +275,7 @@ class Proxy:
         self, request: web.Request, options: CompletionRequest, answers: Sequence[Sequence[Reply]], logprobs: bool
     ) -> web.StreamResponse:
         is_chat, ids = isinstance(options, ChatRequest), bool(options.return_token_ids)
-        pieces = self._template.pieces if logprobs else None
+        pieces = self.session.template.pieces if logprobs else None
         body = reply_body(self._model, answers, int(time.time()), pieces, is_chat=is_chat, ids=ids)
         if options.stream:
             events = (b"data: " + msgspec.json.encode(chunk) for chunk in chunks(body, counted=options.counted))
@@ -292,10 +283,9 @@ class Proxy:
         return web.json_response(body)
 
     def _session(self, request: web.Request) -> Session:
-        session = self._sessions.get(request.match_info["key"])
-        if session is None:
+        if request.match_info["key"] != self.key:
             raise BadRequest("no episode has this key; use the base URL that the agent was given", status=401)
-        return session
+        return self.session
 
 
 @web.middleware

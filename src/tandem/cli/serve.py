@@ -142,7 +142,7 @@ def serve_model(run: Path, overrides: Sequence[str], step: int | None, host: str
 async def serving(config: RunConfig, weights: Path, host: str, port: int) -> AsyncIterator[str]:
     """Serve the weights of a checkpoint; gives the URL."""
     async with assemble.answering(config, weights) as (engine, template):
-        server = ModelServer(engine, template, config.sampling, model=weights.parents[2].name)
+        server = ModelServer(Session(engine, template, config.sampling, ""), model=weights.parents[2].name)
         async with server.serving(host, port) as url:
             yield url
 
@@ -161,4 +161,5 @@ class ModelServer(Proxy):
     base = "/v1"
 
     def _session(self, request: web.Request) -> Session:
-        return ServedRequest(self._engine, self._template, self._sampling, secrets.token_hex(8))
+        begun = self.session
+        return ServedRequest(begun.engine, begun.template, begun.sampling, secrets.token_hex(8))

@@ -80,14 +80,14 @@ class EngineChat:
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
         """An OpenAI-compatible API while the block lasts; what is said there takes this conversation's place."""
-        from tandem.agents.server import Proxy  # only agents need it
+        from tandem.agents.server import Proxy, Session  # only agents need them
 
-        proxy = Proxy(self._engine, self._template, self._sampling, model="policy")
-        name, session = proxy.create(self._stream)
+        session = Session(self._engine, self._template, self._sampling, self._stream)
+        proxy = Proxy(session, model="policy")
         try:
             with session.played():
                 async with proxy.serving() as url:
-                    yield f"{url}/{name}/v1"
+                    yield f"{url}/{proxy.key}/v1"
         finally:
             self._turns = list(session.turns)
             self._messages = list(session.messages or self._messages)
