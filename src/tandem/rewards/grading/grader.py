@@ -155,7 +155,8 @@ def main() -> None:
     # Rewards may print and read: the pipes move out of their way first.
     wire_in, wire_out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # Children that a reward forks must not keep them open: their end tells the parent of the grader's.
-    os.register_at_fork(after_in_child=functools.partial(_close, wire_in.fileno(), wire_out.fileno()))
+    for wire in (wire_in, wire_out):
+        os.register_at_fork(after_in_child=functools.partial(os.close, wire.fileno()))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
@@ -178,17 +179,10 @@ def main() -> None:
     abilities = {name: Ability(reward.takes_groups, reward.is_async) for name, reward in rewards.items()}
     wire_out.write(msgspec.json.encode(abilities) + b"\n")
     wire_out.flush()
-    if any(reward.is_async for reward in rewards.values()):
-        _runner()  # not in the time that the first call has
     gc.freeze()  # a library of symbols is half a million objects; looking through them takes longer than a group
     grader = _Grader(rewards, order.steps, wire_out, os.getpid())
     while (job := jobs.get()) is not None:
         grader.serve(job)
-
-
-def _close(*handles: int) -> None:
-    for handle in handles:
-        os.close(handle)
 
 
 def _receive(wire: BinaryIO, jobs: queue.SimpleQueue[bytes | None]) -> None:
