@@ -24,12 +24,10 @@ SCHEDULES: Mapping[str, str] = {
 """What each is here."""
 
 _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "cosine": ("min_lr", "min_lr_rate", "num_cycles"),
+    "cosine": ("min_lr", "min_lr_rate"),
     "linear": ("min_lr", "min_lr_rate"),
-    "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio", "warmup_type", "num_cycles"),
+    "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio"),
 }
-_FIXED: Mapping[str, Json] = {"num_cycles": 0.5, "warmup_type": "linear"}
-"""Arguments that can only be what they are by default."""
 
 
 def put_optimizer(reader: Reader, optim: str, scheduler: str, lr: float | None, offload: str = "") -> None:
@@ -54,8 +52,6 @@ def put_optimizer(reader: Reader, optim: str, scheduler: str, lr: float | None, 
     for name, value in kwargs.items():
         if name not in known:
             wrong.append(f"{name} is unknown to this schedule; it has {', '.join(known) or 'no arguments'}")
-        elif name in _FIXED:
-            wrong += [f"{name} must be {_FIXED[name]}, not {value!r}; leave it out"] if value != _FIXED[name] else []
         elif name == "decay_type":
             reader.put("optimizer.decay", value, "lr_scheduler_kwargs")
         elif isinstance(value, bool) or not isinstance(value, int | float):

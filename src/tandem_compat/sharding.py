@@ -120,10 +120,8 @@ def of_fsdp_file(source: str, refuse: Refuse) -> Sharding | None:
     for key in options.keys() - {"fsdp", "fsdp_config"}:
         if not key.startswith("_"):
             refuse(f"{source}: {key} is not known; leave it out")
-    if (config := _mapping(options.get("fsdp_config") or {}, refuse, "fsdp2")) is None:
-        return None
     words = str(options.get("fsdp") or "").split()
-    return of_fsdp(config, words, lambda text: refuse(f"{source}: {text}"))
+    return of_fsdp(options.get("fsdp_config") or {}, words, lambda text: refuse(f"{source}: {text}"))
 
 
 def shard_of(

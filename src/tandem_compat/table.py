@@ -224,9 +224,7 @@ class Reader:
         except msgspec.ValidationError as error:
             self.wrong(name, f"{error}: {shown(value)}")
             return
-        if value != value:
-            self.wrong(name, "nan is no number")
-        elif row.choices and value not in row.choices:
+        if row.choices and value not in row.choices:
             choices = ", ".join(choice if isinstance(choice, str) else shown(choice) for choice in row.choices)
             self.wrong(name, f"there is no {shown(value)} here; choose from {choices}")
         else:

@@ -62,10 +62,7 @@ class TrainerRecipe(Reader):
         if self["env"]:
             self.put("evaluate.tasks", 0)
         else:
-            url = self["atropos-url"]
-            if not url.startswith(("http://", "https://")):
-                self.wrong("atropos-url", f"{url} must begin with http:// or https://")
-            self.put("broker", url)
+            self.put("broker", self["atropos-url"])
         # Groups wait between two publishes, and in a server's queue: Atropos' environments queue three batches and
         # sample a fourth.
         if lag := every - 1 + (0 if self["env"] else 4):
@@ -137,12 +134,9 @@ class TrainerRecipe(Reader):
     @cached_property
     def _nodes(self) -> int:
         """Engines on other nodes."""
-        name, variable = "num-inference-nodes", self.environ.get("NUM_INFERENCE_NODES", "").strip() or "0"
-        text = str(self[name]) if name in self else variable
-        if not text.isdecimal():
-            self.wrong(name, f"it, or NUM_INFERENCE_NODES, must be a whole number, at least 0, not {text}")
-            return 0
-        return int(text)
+        if "num-inference-nodes" not in self:
+            self.read_words("num-inference-nodes", [self.environ.get("NUM_INFERENCE_NODES", "").strip() or "0"])
+        return int(self["num-inference-nodes"])
 
     @property
     def _way(self) -> str:
@@ -214,9 +208,7 @@ class TrainerRecipe(Reader):
         gpu, longest = self["vllm-gpu"], self["max-model-len"]
         if self._way == "shared" and gpu:
             self.wrong("vllm-gpu", "shared weights are on the trainer's GPU; choose it by CUDA_VISIBLE_DEVICES")
-        if gpu is not None and gpu < 0:
-            self.wrong("vllm-gpu", f"it must be at least 0, not {gpu}")
-        elif gpu is not None:
+        if gpu is not None:
             self.put("engine.devices", [str(gpu)])
         if longest < self["seq-len"]:
             self.note("max-model-len", f"answers end at {longest} tokens, below --seq-len {self['seq-len']}")

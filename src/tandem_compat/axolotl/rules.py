@@ -164,18 +164,13 @@ def _adapter(recipe: AxolotlRecipe) -> None:
     recipe.put("trainable.kind", adapter or "full", "adapter")
     if not adapter:
         return
-    for option in ("lora_r", "lora_alpha"):
-        if option not in recipe:
-            recipe.wrong("adapter", f"lora needs {option}")
     modules = recipe["lora_target_modules"]
     if recipe["lora_target_linear"] or modules == "all-linear":
         recipe.put("trainable.target_modules", "all-linear", "lora_target_linear", "lora_target_modules")
         if modules and modules != "all-linear":
             recipe.nothing("lora_target_modules", "lora_target_linear adapts every linear layer")
-    elif modules:
-        recipe.copy("lora_target_modules", "trainable.target_modules")
     else:
-        recipe.wrong("adapter", "lora needs lora_target_linear: true or lora_target_modules: [q_proj, ...]")
+        recipe.copy("lora_target_modules", "trainable.target_modules")
 
 
 def _precision(recipe: AxolotlRecipe) -> None:
