@@ -11,11 +11,7 @@ from tandem_compat.table import ForeignOption, becomes, by_name, copied, idle, r
 _WHOLE = "the trainer's ranks split no layer; engines do (vllm.tensor_parallel_size)"
 _QUANTISED = "Tandem trains bfloat16 or float32 weights"
 _LORA = "PEFT's plain LoRA is what engines serve"
-_GYM = "NeMo Gym's servers are not asked; play with an environment (env), or grade by a reward function"
-_NEMO_GYM = ("enabled", "dir", "auto_start", "head_port", "multi_turn", "verify_timeout", "datasets")
-_SCOPE = "Tandem does not have SCOPE-RL"
 _ENTROPY = "no loss here has a term of the entropy"
-_SERVER = "tandem serve engine is the server"
 _TRUSTED = "Tandem runs no code from model repositories"
 _COLUMNS = "name the columns in a transform: type: module.function"
 
@@ -33,14 +29,12 @@ TOP: Mapping[str, ForeignOption] = by_name(
     copied("peft_layers_to_transform", "list", "trainable.layers", where="adapter: lora"),
     copied("lora_modules_to_save", "list", "trainable.modules_to_save", where="adapter: lora"),
     copied("lora_target_parameters", "list", "trainable.target_parameters", where="adapter: lora"),
-    refused("lora_model_dir", "anything", "to go on with a run of Tandem's: tandem train RUN"),
     *(refused(name, "anything", _LORA) for name in ("lora_fan_in_fan_out", "peft_use_dora")),
     copied("peft_use_rslora", "truth", "trainable.use_rslora", where="adapter: lora"),
     *(refused(name, "anything", _QUANTISED) for name in ("load_in_8bit", "load_in_4bit")),
     becomes("datasets", "list", "env", []),
     becomes("test_datasets", "list", "env: held-out rows, for evaluate", []),
     becomes("val_set_size", "number", "env: the share of rows that is held out, for evaluate"),
-    idle("excess_length_strategy", "anything", "prompts of GRPO are neither dropped nor cut, in Axolotl too"),
     refused("dataset_exact_deduplication", "anything", "every row is a task; take the equal ones out of the file"),
     refused("remove_unused_columns", "anything", "rewards get every column by name"),
     refused("shuffle_merged_datasets", "anything", "tasks are always shuffled, anew in every epoch", off=(True,)),
@@ -91,9 +85,8 @@ TOP: Mapping[str, ForeignOption] = by_name(
     becomes("wandb_entity", "text", "the wandb logger's entity", where="use_wandb"),
     becomes("wandb_mode", "text", "the wandb logger's mode; disabled leaves it out", where="use_wandb"),
     copied("wandb_name", "text", "name"),
-    refused("wandb_run_id", "anything", "a run has an id of its own there, kept in its folder; its name is wandb_name"),
-    refused("wandb_watch", "anything", "it slows training down"),
-    refused("wandb_log_model", "anything", "checkpoints stay in the run's folder"),
+    *(refused(name, "anything", "the wandb logger has project, entity, mode and a run's name (wandb_name)")
+      for name in ("wandb_run_id", "wandb_watch", "wandb_log_model")),
     becomes("use_wandb", "truth", "the wandb logger"),
     becomes("use_tensorboard", "truth", "the tensorboard logger"),
     becomes("use_trackio", "truth", "the trackio logger"),
@@ -101,9 +94,9 @@ TOP: Mapping[str, ForeignOption] = by_name(
     becomes("trackio_space_id", "text", "the trackio logger's space", where="use_trackio"),
     *(refused(name, "anything", "loggers are console, wandb, tensorboard and trackio")
       for name in ("use_mlflow", "use_comet")),
-    refused("hub_model_id", "anything", "Tandem uploads nothing; tandem export writes the model's folder"),
+    refused("hub_model_id", "anything", "a trained model is uploaded by tandem push"),
     *(refused(name, "anything", "a run is resumed by its folder: tandem train RUN")
-      for name in ("resume_from_checkpoint", "auto_resume_from_checkpoints")),
+      for name in ("resume_from_checkpoint", "auto_resume_from_checkpoints", "lora_model_dir")),
     refused("early_stopping_patience", "anything", "a run ends after its steps, or by Ctrl-C"),
     becomes("fsdp", "anything", "distributed.shard: full_shard weights, shard_grad_op states", []),
     becomes("fsdp_config", "mapping", "distributed.shard, checkpointing and optimizer: adamw_cpu", {}),
@@ -114,7 +107,8 @@ TOP: Mapping[str, ForeignOption] = by_name(
     becomes("context_parallel_size", "count", "distributed.context_parallel", 1),
     becomes("sequence_parallel_degree", "count", "distributed.context_parallel", 1),
     *(refused(name, "anything", _WHOLE, off=(1,)) for name in ("tensor_parallel_size", "expert_parallel_size")),
-    *(refused(f"nemo_gym_{name}", "anything", _GYM) for name in _NEMO_GYM),
+    *(refused(f"nemo_gym_{name}", "anything", "NeMo Gym's servers are not asked; play with an environment (env)")
+      for name in ("enabled", "dir", "auto_start", "head_port", "multi_turn", "verify_timeout", "datasets")),
     becomes("plugins", "list", "nothing: those that only make Axolotl faster are left out, others are refused", []),
     *unused("anything",
         "lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm liger_glu_activation liger_layer_norm "
@@ -126,7 +120,7 @@ TOP: Mapping[str, ForeignOption] = by_name(
         "eval_batch_size eval_table_size eval_max_new_tokens eval_causal_lm_metrics do_causal_lm_eval do_bench_eval "
         "loss_watchdog_threshold loss_watchdog_patience save_first_step fsdp_final_state_dict_type ddp_timeout "
         "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters local_rank gc_steps gc_collect_steps "
-        "torch_empty_cache_steps include_tokens_per_second strict debug"),
+        "torch_empty_cache_steps include_tokens_per_second strict debug excess_length_strategy"),
     becomes("trl", "mapping", "the next table"),
     becomes("vllm", "mapping", "the last table"),
 )  # fmt: skip
@@ -193,7 +187,7 @@ TRL: Mapping[str, ForeignOption] = by_name(
     becomes("replay_recompute_logps", "truth", "old_logprobs: sampled for false, where something is replayed", True),
     becomes("reroll_start_fraction", "number", "reroll.start_fraction", 1),
     becomes("reroll_max_groups", "whole", "reroll.max_groups, where reroll_start_fraction is below 1"),
-    refused("scope_rl", "anything", _SCOPE),
+    refused("scope_rl", "anything", "Tandem does not have SCOPE-RL"),
     *(refused(name, "anything", _ENTROPY) for name in ("entropy_coef", "use_adaptive_entropy")),
     becomes("sync_ref_model", "truth", "reference: average instead of start", False, where="beta"),
     copied("ref_model_mixup_alpha", "number", "reference.mixup", 0.9, where="sync_ref_model"),
@@ -218,7 +212,8 @@ VLLM: Mapping[str, ForeignOption] = by_name(
     becomes("enforce_eager", "truth", "engine.enforce_eager", where="vllm"),
     *(refused(name, "anything", "answers are token ids; rewards look at the whole text")
       for name in ("enable_reasoning", "reasoning_parser")),
-    *(refused(name, "anything", _SERVER) for name in ("serve_module", "worker_extension_cls")),
+    *(refused(name, "anything", "tandem serve engine is the server")
+      for name in ("serve_module", "worker_extension_cls")),
     refused("device", "anything", "CUDA_VISIBLE_DEVICES says which GPUs the server has", off=("auto", "cuda")),
 )  # fmt: skip
 """Options of the group ``vllm``."""
@@ -233,9 +228,8 @@ DATASET: Mapping[str, ForeignOption] = by_name(
     refused("revision", "anything", "Tandem reads a data set's newest revision"),
     refused("trust_remote_code", "anything", _TRUSTED),
     refused("shards", "anything", "name a split instead, or a smaller file"),
-    refused("field_messages", "anything", _COLUMNS),
-    refused("message_field_role", "anything", _COLUMNS, off=("role",)),
-    refused("message_field_content", "anything", _COLUMNS, off=("content",)),
+    *(refused(name, "anything", _COLUMNS, off=("role", "content"))
+      for name in ("field_messages", "message_field_role", "message_field_content")),
 )  # fmt: skip
 """Options of an entry of ``datasets`` and ``test_datasets``."""
 

@@ -125,13 +125,7 @@ _LEARNING: tuple[ForeignOption, ...] = (
         where="lora", off=(0,)),
     becomes("deepspeed", "text", "distributed.shard and optimizer: adamw_cpu, by zero0 to zero3_offload or a file"),
     becomes("fsdp", "text", "distributed.shard and checkpointing, by fsdp2 or a file"),
-    idle("ddp_timeout", "whole", "distributed.timeout_seconds says how long a collective operation may take"),
     refused("fp16", "truth", _QUANTISED, False),
-    *unused("text", "lora_dtype ddp_backend"),
-    *unused("truth",
-        "freeze_vit freeze_llm freeze_aligner ddp_find_unused_parameters ds3_gather_for_generation padding_free "
-        "packing use_liger_kernel use_logits_to_keep log_entropy log_rollout_offpolicy_metrics"),
-    *unused("mapping", "gradient_checkpointing_kwargs"),
     idle("bf16", "truth", "torch_dtype says so"),
 )  # fmt: skip
 
@@ -161,11 +155,6 @@ _DATA: tuple[ForeignOption, ...] = (
     becomes("columns", "mapping", "env.columns: names in the data, and what they are called here"),
     refused("dataset_shuffle", "truth", "tasks are always drawn in a shuffled order", True),
     refused("streaming", "truth", _ROWS, False),
-    idle("data_seed", "whole", "seed fixes the order of tasks, too"),
-    *unused("texts", "reward_model_type"),
-    *unused("whole", "dataset_num_proc dataloader_num_workers per_device_eval_batch_size"),
-    *unused("truth", "dataloader_pin_memory dataloader_drop_last load_from_cache_file lazy_tokenize strict "
-        "remove_unused_columns"),
 )  # fmt: skip
 
 _SAMPLING: tuple[ForeignOption, ...] = (
@@ -199,11 +188,6 @@ _SAMPLING: tuple[ForeignOption, ...] = (
     refused("agent_template", "text", "tools are written by the tokenizer's chat template", None, "tools_prompt"),
     refused("use_gym_env", "truth", _TURNS, False),
     refused("use_lmdeploy", "truth", "engines are embedded and vllm", False),
-    *unused("texts", "vllm_server_group_port"),
-    *unused("truth", "enable_flattened_weight_sync offload_model gc_collect_after_offload vllm_server_pass_dataset"),
-    idle("vllm_max_lora_rank", "whole", "the engine is told the adapter's own rank", where="colocate"),
-    *unused("whole", "move_model_batches"),
-    *unused("number", "vllm_mm_processor_cache_gb"),
 )  # fmt: skip
 
 _RUN: tuple[ForeignOption, ...] = (
@@ -222,12 +206,26 @@ _RUN: tuple[ForeignOption, ...] = (
         "save_strategy", choices=("steps", "epoch", "no")),
     refused("load_best_model_at_end", "truth", "every checkpoint is kept: tandem export RUN DEST --step N", False),
     idle("logging_steps", "number", "every step is written down"),
-    *unused("truth",
-        "wandb_log_unique_prompts logging_first_step save_only_model create_checkpoint_symlink ignore_args_error"),
-    *unused("text", "swanlab_project swanlab_workspace swanlab_exp_name swanlab_mode logging_dir"),
 )  # fmt: skip
 
-RLHF: tuple[ForeignOption, ...] = (*_BASE, *_DATA, *_LEARNING, *_SAMPLING, *ENGINE, *_RUN)
+_UNUSED: tuple[ForeignOption, ...] = (
+    *unused("text",
+        "lora_dtype ddp_backend swanlab_project swanlab_workspace swanlab_exp_name swanlab_mode logging_dir"),
+    *unused("texts", "reward_model_type vllm_server_group_port"),
+    *unused("whole",
+        "ddp_timeout data_seed dataset_num_proc dataloader_num_workers per_device_eval_batch_size vllm_max_lora_rank "
+        "move_model_batches"),
+    *unused("number", "vllm_mm_processor_cache_gb"),
+    *unused("mapping", "gradient_checkpointing_kwargs"),
+    *unused("truth",
+        "freeze_vit freeze_llm freeze_aligner ddp_find_unused_parameters ds3_gather_for_generation padding_free "
+        "packing use_liger_kernel use_logits_to_keep log_entropy log_rollout_offpolicy_metrics "
+        "dataloader_pin_memory dataloader_drop_last load_from_cache_file lazy_tokenize strict remove_unused_columns "
+        "enable_flattened_weight_sync offload_model gc_collect_after_offload vllm_server_pass_dataset "
+        "wandb_log_unique_prompts logging_first_step save_only_model create_checkpoint_symlink ignore_args_error"),
+)  # fmt: skip
+
+RLHF: tuple[ForeignOption, ...] = (*_BASE, *_DATA, *_LEARNING, *_SAMPLING, *ENGINE, *_RUN, *_UNUSED)
 """Of ``swift rlhf --rlhf_type grpo``."""
 
 DEPLOY: tuple[ForeignOption, ...] = (
@@ -248,8 +246,7 @@ DEPLOY: tuple[ForeignOption, ...] = (
     *(idle(name, "anything", _PLAYED)
       for name in ("multi_turn_scheduler", "max_turns", "max_new_tokens", "temperature")),
     idle("external_plugins", "texts", _PLAYED, "plugin", "custom_register_path"),
-    idle("vllm_use_async_engine", "truth", "it always is", "use_async_engine"),
     *unused("whole", "log_interval"),
-    *unused("truth", "verbose"),
+    *unused("truth", "vllm_use_async_engine use_async_engine verbose"),
 )  # fmt: skip
 """Of ``swift deploy`` and ``swift rollout``."""

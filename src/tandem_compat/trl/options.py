@@ -67,7 +67,6 @@ OPTIONS: Mapping[str, ForeignOption] = by_name(
     becomes("hub_model_id", "text", "where it is uploaded to"),
     becomes("hub_private_repo", "truth", "whether that is private"),
     becomes("hub_token", "text", "the token for it"),
-    idle("hub_strategy", "anything", "the model is uploaded once, after training"),
     becomes("project", "text", "the project of the wandb and trackio loggers"),
     becomes("trackio_space_id", "text", "the trackio logger's space"),
     refused("resume_from_checkpoint", "anything", "call trainer.train(resume_from_checkpoint=True)"),
@@ -83,7 +82,6 @@ OPTIONS: Mapping[str, ForeignOption] = by_name(
     refused("vllm_importance_sampling_clip_min", "number", "ratios are cut above alone"),
     becomes("model_init_kwargs", "mapping", "dtype; how attention is computed and where is Tandem's"),
     idle("max_prompt_length", "anything", "no prompt is cut"),
-    idle("logging_strategy", "anything", "every step is written down"),
     *unused("anything",
         "remove_unused_columns disable_dropout shuffle_dataset log_unique_prompts use_liger_kernel "
         "use_liger_loss tf32 ds3_gather_for_generation dataloader_num_workers dataloader_pin_memory "
@@ -98,6 +96,6 @@ OPTIONS: Mapping[str, ForeignOption] = by_name(
         "torch_empty_cache_steps debug skip_memory_metrics ddp_timeout ddp_backend "
         "dataloader_persistent_workers torch_compile_backend torch_compile_mode eval_accumulation_steps "
         "full_determinism greater_is_better logging_nan_inf_filter prediction_loss_only trackio_bucket_id "
-        "trackio_static_space_id label_names local_rank"),
+        "trackio_static_space_id label_names local_rank hub_strategy logging_strategy"),
 )  # fmt: skip
 """By name, with TRL's defaults."""
