@@ -19,25 +19,15 @@ class _Command(TyperCommand):
 
 
 @with_options(options_of(TRAINER.values()))
-def _atropos_grpo(overrides: Overrides = None, show: Show = False, **flags: Any) -> None:
+def _atropos_grpo(context: typer.Context, overrides: Overrides = None, show: Show = False, **flags: Any) -> None:
     """Train by the flags of Atropos' trainer.
 
     They are translated to a recipe, which --show prints; options may be laid over it.
     """
     from tandem_compat.commands.run import atropos
 
-    typer.echo(atropos(words_of(TRAINER.values(), flags), overrides or [], show=show))
-
-
-@with_options(options_of(TRAINER.values()))
-def _atropos_grpo_run(overrides: Overrides = None, show: Show = False, **flags: Any) -> None:
-    """Start an engine and train on its one copy of the weights.
-
-    Atropos' unified launcher: atropos-grpo with shared_vllm and --benchmark.
-    """
-    from tandem_compat.commands.run import atropos
-
-    typer.echo(atropos(words_of(TRAINER.values(), flags), overrides or [], show=show, unified=True))
+    unified = context.info_name == "atropos-grpo-run"
+    typer.echo(atropos(words_of(TRAINER.values(), flags), overrides or [], show=show, unified=unified))
 
 
 @with_options(options_of(SERVER.values()))
@@ -87,7 +77,8 @@ def add_atropos_grpo(app: typer.Typer) -> None:
 
 def add_atropos_grpo_run(app: typer.Typer) -> None:
     """Add ``atropos-grpo-run``."""
-    app.command("atropos-grpo-run", cls=_Command)(_atropos_grpo_run)
+    unified = "Start an engine and train on its one copy of the weights: atropos-grpo with shared_vllm and --benchmark."
+    app.command("atropos-grpo-run", cls=_Command, help=unified)(_atropos_grpo)
 
 
 def add_atropos_server(app: typer.Typer) -> None:
