@@ -23,10 +23,7 @@ log = logging.getLogger(__name__)
 
 MOST = 128
 """Most answers of one request."""
-UNREAD = frozenset((
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention",
-))  # fmt: skip
+UNREAD = frozenset(("model", "user", "metadata", "store", "service_tier", "prompt_cache_key"))
 """Fields that no answer depends on."""
 REFUSED = frozenset(("functions", "function_call", "suffix", "echo"))
 """Fields without which an agent could not go on."""
@@ -89,11 +86,7 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
             _tell(f"{name[:80]} is left out of agents' requests: it cannot be obeyed here")
         if not 1 <= made.answers <= MOST:
             raise BadRequest(f"n must be from 1 to {MOST}", param="n")
-        made.check()
         return made
-
-    def check(self) -> None:
-        """Refuse what the route cannot do."""
 
     @property
     def answers(self) -> int:
@@ -164,7 +157,7 @@ class ChatRequest(CompletionRequest, kw_only=True):
     logprobs: bool | None = None
     """Tell the logprob of each sampled token."""
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Refuse what cannot be done.
 
         Raises:

@@ -7,6 +7,7 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from tandem.errors import EnvError
@@ -143,15 +144,11 @@ _TOOL = {
 
 def speech(render: Render) -> ToolSyntax:
     """Find out what a chat template knows, by what it makes of a tool and of a call of it."""
-    try:
+    shown, form = False, None
+    with suppress(EnvError):
         shown = _PROBE.name in render([_QUESTION], [_TOOL])
-    except EnvError:
-        return ToolSyntax(shown=False, form=None)
-    try:
-        text = render([_QUESTION, spoken("", [_PROBE])], [_TOOL])
-    except EnvError:
-        return ToolSyntax(shown=shown, form=None)
-    return ToolSyntax(shown=shown, form=_form(text))
+        form = _form(render([_QUESTION, spoken("", [_PROBE])], [_TOOL]))
+    return ToolSyntax(shown=shown, form=form)
 
 
 def _form(text: str) -> Form | None:
