@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from tandem.config.registry import did_you_mean
 from tandem.config.tree import Branch, Items, Leaf, Problems, from_plain, plain
@@ -33,6 +34,8 @@ class AxolotlRecipe(Reader):
         rows = {f"{group}.{name}".lstrip("."): row for group, rows in GROUPS.items() for name, row in rows.items()}
         super().__init__({path: replace(row, name=path) for path, row in rows.items()}, problems)
         self.file = file
+        self.plain: Any = plain(file)
+        """The file's options as plain data, as transforms are given them."""
         self.serving = serving
         self.sharding = Sharding(shard="states")
         self.ranks = 1
@@ -80,13 +83,6 @@ class AxolotlRecipe(Reader):
                 branch.put(word, inner, where)
             branch = inner
         branch.put(last, from_plain(value, where), where)
-
-    @property
-    def plain(self) -> dict[str, Json]:
-        """The file's options as plain data, as transforms are given them."""
-        data = plain(self.file)
-        assert isinstance(data, dict)
-        return data
 
     @property
     def completions(self) -> int:

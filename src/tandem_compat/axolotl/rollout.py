@@ -73,8 +73,6 @@ class RolloutFunction(AxolotlDatasets):
         }
         try:
             texts = function(**arguments)
-        except EnvError:
-            raise
         except Exception as error:  # user code; the message carries it
             raise EnvError(f"rollout_func {self.rollout_func} raised {type(error).__name__}: {error}") from error
         if not (isinstance(texts, list | tuple) and len(texts) == 1 and isinstance(texts[0], str)):
