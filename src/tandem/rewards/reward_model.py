@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-from tandem.errors import ConfigError, RewardError, bounded
+from tandem.errors import RewardError, bounded
 from tandem.rewards.base import Failure, GroupReward, Verdict
 from tandem.types import TEXT, Message, Rollout
 
@@ -37,11 +37,6 @@ class RewardModel(GroupReward):
     """Conversations in one forward pass, those of like length together."""
     timeout_seconds: float = bounded(120.0, above=0)
     """Seconds that all siblings of a task together may take."""
-
-    def __post_init__(self) -> None:
-        if not self.model.strip():
-            raise ConfigError("model must be a Hugging Face id or a folder, got an empty text")
-        super().__post_init__()
 
     def prepare(self) -> None:
         """Load the model; raises RewardError if it cannot be loaded or has no such output or chat template."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from tandem.config.registry import did_you_mean
@@ -32,7 +31,7 @@ class AxolotlRecipe(Reader):
             serving: True if an engine alone is to be started.
         """
         rows = {f"{group}.{name}".lstrip("."): row for group, rows in GROUPS.items() for name, row in rows.items()}
-        super().__init__({path: replace(row, name=path) for path, row in rows.items()}, problems)
+        super().__init__(rows, problems)
         self.file = file
         self.plain: Any = plain(file)
         """The file's options as plain data, as transforms are given them."""
@@ -63,7 +62,7 @@ class AxolotlRecipe(Reader):
                 self.problems.add(place, f"{path} is no option of Axolotl's that Tandem knows{_meant(name, rows)}")
                 continue
             self.places[path] = place
-            self.table[path] = replace(rows[name], name=path)
+            self.table[path] = rows[name]
             self.read(path, plain(tree))
 
     def wrong(self, name: str, message: str) -> None:

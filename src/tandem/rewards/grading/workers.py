@@ -180,8 +180,7 @@ class Graders:
         logger.log(level, "%s; its rollout is left out%s", text, where)
 
     def _graded(self, rollout: Rollout, marks: _Marks) -> Rollout:
-        rewards = {name: value for name, value in marks.rewards.items() if value is not None}
-        rewards = {name: rewards[name] for name in self._weights if name in rewards}
+        rewards = {name: value for name in self._weights if (value := marks.rewards.get(name)) is not None}
         metrics = {**rollout.metrics, **marks.metrics}
         if marks.failures:
             error = "; ".join(marks.failures)
