@@ -16,6 +16,7 @@ from support.uniform_engine import Fake
 
 from tandem.agents.schema import _tell
 from tandem.agents.server import Proxy, Session
+from tandem.agents.tool_calls import ToolOffer
 from tandem.errors import EngineError, EnvError
 from tandem.observability import waits
 from tandem.rollout.chat import EngineChat
@@ -106,7 +107,9 @@ def test_a_session_that_is_asked_in_python_records_no_more(template: Template) -
         async with Fake(vocab=258).open(None, context=1000) as engine:
             session = Session(engine, template, Sampling(max_tokens=4), "s")
             with pytest.raises(EnvError, match=r"top_p 0\.9 is not the run's"):
-                await session.reply([Message(role="user", content="hello")], Sampling(max_tokens=4, top_p=0.9))
+                await session.reply(
+                    [Message(role="user", content="hello")], Sampling(max_tokens=4, top_p=0.9), ToolOffer()
+                )
             with pytest.raises(EnvError, match="greedy"):
                 await session.complete("hello", Sampling(max_tokens=4, temperature=0.0))
             (warm,) = await session.complete("hello", Sampling(max_tokens=2, temperature=0.5))

@@ -44,9 +44,6 @@ INLINE_BYTES = 1 << 15
 IDLE_SECONDS = 60.0
 """An agent's connection is closed after so long without a request: file descriptors are the trainer's."""
 
-NONE = ToolOffer()
-"""No tools."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
@@ -80,7 +77,7 @@ class Session:
     """Other APIs than chat completions; what was said in this session is known to no other."""
 
     async def reply(
-        self, messages: Sequence[Message], sampling: Sampling | None = None, offer: ToolOffer = NONE, answers: int = 1
+        self, messages: Sequence[Message], sampling: Sampling, offer: ToolOffer, answers: int = 1
     ) -> list[Reply]:
         """Let the policy answer a conversation, several times if asked.
 
@@ -89,7 +86,7 @@ class Session:
                 differs from the session's in what a turn does not record.
             EngineError: the engine failed.
         """
-        conversation, sampling = tuple(messages), sampling or self.sampling
+        conversation = tuple(messages)
         numbers = [next(self._numbers) for _ in range(answers)]
         size = sum(64 + len(message.content) for message in conversation)
         tokens, key, before = await _aside(size, partial(self._prompt, conversation, offer))
@@ -110,16 +107,13 @@ class Session:
         # An answer that is still sampled when another fails would be recorded and go to nobody.
         return await together(map(answer_once, numbers))
 
-    async def complete(
-        self, prompt: str | Sequence[int], sampling: Sampling | None = None, answers: int = 1
-    ) -> list[Reply]:
+    async def complete(self, prompt: str | Sequence[int], sampling: Sampling, answers: int = 1) -> list[Reply]:
         """Let the policy go on with text, or with token ids, several times if asked.
 
         Raises:
             EnvError: the prompt leaves no room in the context, or ``sampling`` is another than may be, as in ``reply``.
             EngineError: the engine failed.
         """
-        sampling = sampling or self.sampling
         numbers = [next(self._numbers) for _ in range(answers)]
         if isinstance(prompt, str):
             text, tokens = prompt, await _aside(len(prompt), partial(self.template.text, prompt))
