@@ -219,7 +219,10 @@ BROKEN = {
         "def ask(cfg):\n    return lambda row: row['none']\n",
         "r.jsonl:1: .* raised KeyError: 'none'",
     ),
-    "makes no row": ("def ask(cfg):\n    return lambda row: 3\n", "r.jsonl:1: .* made a int of it"),
+    "makes no row": (
+        "def ask(cfg):\n    return lambda row: 3\n",
+        "r.jsonl:1: .* raised TypeError: .* not a mapping",
+    ),
     "makes no prompt": ("def ask(cfg):\n    return lambda row: row\n", "r.jsonl:1: no column 'prompt'"),
     "is missing": ("", "has no attribute 'ask'"),
 }

@@ -96,9 +96,9 @@ class Dataset(Environment):
         """Rows of a split, transformed after the split is decided."""
         change = self._change()
         for row in self._source().rows(split, self._key):
-            changed = _changed(row, change, self.transform) if change else row
-            if changed is not None:
-                yield changed
+            new = changed(row, change, self.transform) if change else row
+            if new is not None:
+                yield new
 
     def _change(self) -> Callable[[dict[str, Json]], Any] | None:
         """What changes a row's columns, or leaves the row out by None; None changes nothing."""
@@ -209,7 +209,7 @@ def imported(option: str, path: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _changed(row: DataRow, change: Callable[[dict[str, Json]], Any], path: str) -> DataRow | None:
+def changed(row: DataRow, change: Callable[[dict[str, Json]], Any], path: str) -> DataRow | None:
     """The row after its transform; None if that leaves it out."""
     try:
         columns = change(dict(row.columns))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from tandem.envs.base import Environment, Split
 from tandem.envs.data.rows import DataRow, DataSource
 from tandem.envs.data.split import digest, some
-from tandem.envs.dataset import Dataset, imported
+from tandem.envs.dataset import Dataset, changed, imported
 from tandem.errors import ConfigError, EnvError
 from tandem.types import TEXT, Json, Message, Task
 
@@ -74,7 +74,9 @@ class AxolotlDatasets(Environment):
         rows: list[DataRow] = []
         for number, (entry, raw) in enumerate(self._sets(split)):
             change = _transform(self.cfg, entry, number)
-            rows += [_changed(row, change, entry) for row in raw]
+            if change:
+                raw = [new for row in raw if (new := changed(row, change, entry["type"]))]
+            rows += raw
         part = _TransformedRows(path="-", answer="")
         tasks = [
             replace(part.task(row, split), id=f"{split}/{number}", env=self.name)
@@ -195,25 +197,14 @@ def _transform(cfg: Mapping[str, Any], entry: Mapping[str, Any], number: int) ->
     removed = {removed} if isinstance(removed, str) else set(removed)
     if "tokenizer" in inspect.signature(change).parameters:
         change = partial(change, tokenizer=tokenizer_of(str(cfg["base_model"])))
-    return partial(_merge, change, removed, path)
+    return partial(_merge, change, removed)
 
 
-def _merge(
-    change: Callable[[dict[str, Json]], Any], removed: set[str], path: str, row: dict[str, Json]
-) -> dict[str, Json]:
+def _merge(change: Callable[[dict[str, Json]], Any], removed: set[str], row: dict[str, Json]) -> dict[str, Json]:
     """Columns that stay, and over them what the function returns."""
     returned = change(dict(row))
-    if not isinstance(returned, Mapping):
-        raise TypeError(f"{path} made a {type(returned).__name__} of it, expected a mapping with prompt")
     columns = {} if _EVERY in removed else {key: value for key, value in row.items() if key not in removed}
     return {**columns, **returned}
-
-
-def _changed(row: DataRow, change: Change | None, entry: Mapping[str, Any]) -> DataRow:
-    try:
-        return row if change is None else replace(row, columns=change(row.columns))
-    except Exception as error:  # user code; one row's failure names that row
-        raise EnvError(f"{row.where}: {entry['type']} raised {type(error).__name__}: {error}") from error
 
 
 @cache
