@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from tandem.errors import DOCS, ConfigError, RewardError
+from tandem.errors import DOCS, RewardError
 from tandem.importing import importing
 from tandem.rewards.grading.calls import Called, FunctionReward, awaits, keywords
 from tandem.types import Json, Rollout
@@ -43,10 +43,6 @@ class PluginReward(FunctionReward):
     """The plug-in files, run in order."""
     arguments: dict[str, Json] = field(default_factory=dict)
     """Those of ms-swift's command line, which its class may look at; others have their defaults."""
-
-    def __post_init__(self) -> None:
-        if not self.files:
-            raise ConfigError("files must name the plug-in's files")
 
     def called(self) -> Called:
         rewards = registered(self.files)
