@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -125,7 +125,7 @@ class _Grader:
         reward = self.rewards[call.name]
         try:
             value, log = reward.begin([rollouts[row] for row in call.rows], self.steps)
-            return reward.outcome(_runner().run(_awaited(value)) if inspect.isawaitable(value) else value, log)
+            return reward.outcome(_runner().run(value) if inspect.iscoroutine(value) else value, log)
         except BaseException as error:  # boundary of one call: whatever a reward does costs its rollouts only
             return _lost(call, rollouts, error)
 
@@ -144,10 +144,6 @@ class _Grader:
             late = Failure("timeout", f"took longer than {call.seconds:g} s and was stopped")
             outcome = Outcome([late] * len(call.rows)) if limit.expired() else _lost(call, rollouts, error)
         self._give(call, outcome)
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def main() -> None:
