@@ -82,7 +82,7 @@ class Bench:
         """What is trained and how it travels."""
         lora: dict[str, Any] = {"rank": self.args.rank, "alpha": 2 * self.args.rank}
         broadcast: dict[str, Any] = {"backend": self.args.backend, "bucket_mb": self.args.bucket_mb}
-        proof: dict[str, Any] = {"verify_every": self.args.verify_every, "tolerance": self.args.tolerance}
+        proof: dict[str, Any] = {"tolerance": self.args.tolerance}
         trainable: Trainable = Lora(**lora)
         match name:
             case "plain" | "shared":
@@ -406,7 +406,6 @@ def arguments() -> argparse.Namespace:
     option("--swaps", type=int, default=1000 if CUDA else 20, help="of the way swaps")
     option("--swap-seconds", type=float, default=420.0, help="the most that swaps may take")
     option("--samples", type=int, default=64, help="answers of swaps that are compared")
-    option("--verify-every", type=int, default=1)
     option("--tolerance", type=float, default=0.0, help="nats of a probe; random deep models are noisy")
     option("--utilization", type=float, default=0.4, help="gpu_memory_utilization")
     option("--kv-cache-gb", type=float, default=0.0, help="instead of what utilization leaves")

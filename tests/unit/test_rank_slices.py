@@ -135,7 +135,7 @@ class FakeEngine:
 
 
 def session(ranks: FakeRanks, engine: FakeEngine, *, fresh: bool) -> tuple[SharedSlices, Any]:
-    sync = SharedSlices.of(Shared(in_flight="finish", verify_every=3))
+    sync = SharedSlices.of(Shared(in_flight="finish", tolerance=3.0))
 
     async def pause() -> None:
         ranks.calls.append("pause")
@@ -156,7 +156,7 @@ SUMS = {"weight": 1, "bias": 2}
 def test_an_engine_that_was_started_on_these_weights_must_hold_them() -> None:
     ranks = FakeRanks(SUMS)
     sync, bound = session(ranks, FakeEngine(SUMS), fresh=True)
-    assert (sync.finishes, sync.verify_every, sync.pause, sync.sums_before_pause) == (True, 3, "transfer", True)
+    assert (sync.finishes, sync.tolerance, sync.pause, sync.sums_before_pause) == (True, 3.0, "transfer", True)
     asyncio.run(sync.bind(bound))
     assert ranks.calls == ["pause", "attach_slices ['second']", "checksums_slices []"]
     sync, bound = session(ranks, FakeEngine({"weight": 1, "bias": 3}), fresh=True)

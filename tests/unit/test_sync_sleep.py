@@ -131,19 +131,17 @@ def test_an_engine_that_never_sleeps_is_left_alone(tiny_model: Path) -> None:
         assert not {"sleep", "wake"} & set(engine.events)
 
 
-@pytest.mark.parametrize("verify_every", [1, 50])
 @pytest.mark.parametrize(
     ("some", "error"), [(lambda name: False, StaleWeights), (lambda name: "mlp" not in name, TornWeights)]
 )
 def test_weights_that_were_not_brought_back_are_never_served(
-    tiny_model: Path, some: Callable[[str], bool], error: type[Exception], verify_every: int
+    tiny_model: Path, some: Callable[[str], bool], error: type[Exception]
 ) -> None:
-    """Also where only now and then a publish is proven."""
     with pair(tiny_model, Full()) as (policy, engine):
 
         async def work() -> None:
-            async with open_session(Sent(verify_every=verify_every), policy, engine, START, Full()) as session:
-                session.sync = Sent(verify_every=verify_every, some=some)
+            async with open_session(Sent(), policy, engine, START, Full()) as session:
+                session.sync = Sent(some=some)
                 await session.sleep()
                 with pytest.raises(error):
                     async with session.commit(1):
@@ -166,7 +164,7 @@ def test_what_no_checksum_covers_is_seen_by_the_probe(tiny_model: Path, tmp_path
 
         async def work() -> None:
             nonlocal slept
-            async with open_session(Sent(verify_every=9), policy, engine, START, Full(), tmp_path) as session:
+            async with open_session(Sent(), policy, engine, START, Full(), tmp_path) as session:
                 await session.sleep()
                 slept = True
                 with pytest.raises(StaleWeights, match="its logprobs of a probe differ"):

@@ -144,8 +144,6 @@ class WeightSync(Bounded, ABC):
     """Whether the trainer's checksums are taken while the engine samples on: what it publishes lies in memory that only
     the trainer writes, and that no restart of the engine moves."""
 
-    verify_every: int = bounded(1, least=1)
-    """Publishes between two verifications; the first publish of a run is always verified."""
     tolerance: float = bounded(0.0)
     """Largest rounding error of a logit between engine and trainer, nats, as the standard deviation over a probe's
     tokens; 0 means 0.3 for weights narrower than float32; for float32 0.02 on a GPU and 0.001 on a CPU."""

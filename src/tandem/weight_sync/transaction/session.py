@@ -46,8 +46,8 @@ class Published:
     """Bytes that were copied; 0 where nothing was."""
     paused: float = 0.0
     """Seconds the engine sampled nothing."""
-    probe_gap: float | None = None
-    """Largest difference of the probe's logprobs between engine and trainer; None if this publish was not verified."""
+    probe_gap: float = 0.0
+    """Largest difference of the probe's logprobs between engine and trainer."""
     probe_alone: bool = False
     """The engine could not checksum its bytes, so that the probe alone verified it."""
 
@@ -76,10 +76,7 @@ class Commit:
         if self.published is None or not self.published.moved:
             return {}
         p = self.published
-        out: dict[str, Value] = {"seconds/sync": Sum(p.seconds), "engine/paused_seconds": Sum(p.paused)}
-        if p.probe_gap is not None:
-            out["probe_gap"] = Max(p.probe_gap)
-        return out
+        return {"seconds/sync": Sum(p.seconds), "engine/paused_seconds": Sum(p.paused), "probe_gap": Max(p.probe_gap)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +92,6 @@ class WeightSyncSession(SyncContext):
     _published: int = -1
     """Start of the engine that serves the published weights; another serves those it started on."""
     _current: PolicyVersion | None = None
-    _publishes: int = 0
     _behaviour: Behaviour = field(init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -284,10 +280,7 @@ class WeightSyncSession(SyncContext):
             if trainer_sums is None:
                 await self._fold()
             copied = await self.sync.transfer(self, version)
-            # What is not brought back after the second sleep level is garbage, whatever it was before.
-            is_due = self._publishes % self.sync.verify_every == 0
-            should_verify = is_due or self.engine.sleeps > 1 or not self._is_published
-            version, gap = await self._verified(version, commit, trainer_sums, should_verify=should_verify)
+            version, gap = await self._verified(version, commit, trainer_sums)
             await self.engine.set_version(version)
         except BaseException as error:
             await self.abort(f"the publish of version {version.step} failed: {error}")
@@ -297,7 +290,6 @@ class WeightSyncSession(SyncContext):
         self._current = version
         self._bound = self._published = self.engine.restart_count
         self.fresh = False
-        self._publishes += 1
         return Published(
             version=version,
             seconds=time.monotonic() - began,
@@ -308,8 +300,8 @@ class WeightSyncSession(SyncContext):
         )
 
     async def _verified(
-        self, version: PolicyVersion, commit: Commit, trainer_sums: Checksums | None, *, should_verify: bool
-    ) -> tuple[PolicyVersion, float | None]:
+        self, version: PolicyVersion, commit: Commit, trainer_sums: Checksums | None
+    ) -> tuple[PolicyVersion, float]:
         """Everything that a publish verifies: weights that it does not carry, the bytes of those that it does, a probe.
 
         Returns:
@@ -319,15 +311,14 @@ class WeightSyncSession(SyncContext):
             StaleWeights, TornWeights: the engine holds other weights. It gives out nothing more, the step is saved,
                 and the run ends.
         """
-        if should_verify and not self._is_published:
+        if not self._is_published:
             await compare_frozen(self.engine, self.trained)
         # Wrong bytes that are sampled from leave keys and values that are not finite, and those can be zeroed only
         # where no request is served meanwhile.
-        asks_before = should_verify and self.sync.pause != "never"
-        async with self._probed(ask=asks_before) as answering:
+        async with self._probed(ask=self.sync.pause != "never") as answering:
             engines: Mapping[str, Checksums] = {}
             # In process, that ``transfer`` saw the same addresses is the comparison.
-            if should_verify and self.engine.sums_bytes and isinstance(self.engine, ReportsChecksums):
+            if self.engine.sums_bytes and isinstance(self.engine, ReportsChecksums):
                 try:
                     trainer_sums, stored, engines = await self.trained.sums(self.engine, trainer_sums)
                 except UnmappedWeights as error:
@@ -344,8 +335,6 @@ class WeightSyncSession(SyncContext):
             advice = "the engine gives out nothing until a publish succeeds"
             if engines:
                 compare_checksums(stored, engines, "published tensors", advice)
-        if not should_verify:
-            return version, None
         answers = await (self._behaviour.ask(self.engine) if answering is None else answering)
         return version, await self._behaviour.compare(self.engine, version, answers)
 
