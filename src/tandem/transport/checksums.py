@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tandem.errors import TornWeights
 from tandem.lazy import Tensor, torch
 
@@ -29,7 +31,7 @@ COLUMN_SEED = 0x133111EB94D049BB
 
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 19
-"""Elements that a CPU widens at a time: 4 MB of int64, which stays in its cache."""
+"""Elements that a CPU widens at a time, a whole row at least: 4 MB of int64, which stays in its cache."""
 _DEVICE_CHUNK = 1 << 24
 """The same of what is not in rows on a GPU: 128 MB of int64."""
 _WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32"}
@@ -90,8 +92,8 @@ class ChecksumTally:
             return tally.sums
         sums = [0] * len(self._names)
         for index, shard in self._host:
-            sums[index] = _signed(_sum_host(_matrix(shard.tensor, shard.first)) & _MASK)
-        return torch.tensor(sums, dtype=torch.int64)
+            sums[index] = _sum_host(_matrix(shard.tensor, shard.first)) & _MASK
+        return torch.tensor(sums, dtype=torch.uint64).view(torch.int64)
 
 
 class ChecksumCache:
@@ -171,17 +173,14 @@ def _matrix(tensor: Tensor, first: tuple[int, int]) -> _Matrix:
 def _sum_host(matrix: _Matrix) -> int:
     words = matrix.words
     rows, columns = words.shape
-    width = min(columns, _CHUNK)
-    height = max(1, _CHUNK // width)
+    height = max(1, _CHUNK // columns)
     a = _weights(ROW_SEED, matrix.row + rows, words.device)[matrix.row :]
-    b = _weights(COLUMN_SEED, matrix.column + columns, words.device)[matrix.column :]
+    across = _weights(COLUMN_SEED, matrix.column + columns, words.device)[matrix.column :][:columns]
     total = 0
-    for left in range(0, columns, width):
-        across = b[left : left + width]
-        for top in range(0, rows, height):
-            chunk = words[top : top + height, left : left + width].to(torch.int64)
-            by_row = torch.mv(chunk, across[: chunk.shape[1]])  # int64 wraps around, which is modulo 2^64
-            total += int((by_row * a[top : top + len(by_row)]).sum())
+    for top in range(0, rows, height):
+        chunk = words[top : top + height].to(torch.int64)
+        by_row = torch.mv(chunk, across)  # int64 wraps around, which is modulo 2^64
+        total += int((by_row * a[top : top + len(by_row)]).sum())
     return total
 
 
@@ -275,16 +274,7 @@ def _weights(seed: int, count: int, device: torch.device) -> Tensor:
 
 def _mixed(seed: int, count: int) -> Tensor:
     """Splitmix64 of 0, 1, 2..., made odd: int64 whose bits are the weights."""
-    x = torch.arange(1, count + 1) * _signed(0x9E3779B97F4A7C15) + _signed(seed)
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return (x ^ _shifted(x, 31)) | 1
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Right shift that brings in zeros."""
-    return (x >> bits) & (_MASK >> bits)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+    x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64))
