@@ -49,9 +49,7 @@ class DataGroup:
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> Any:
         """Begin to make every rank's tensor the sum, or the largest, of all ranks'."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-        return self._group.allreduce([tensor], options)
+        return self._group.allreduce(tensor, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
 
     def all_gather(self, wholes: Sequence[Tensor]) -> None:
         """Fill flat tensors, of which every rank has written its own part in place: part r of as many equal parts."""

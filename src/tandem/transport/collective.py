@@ -52,12 +52,6 @@ def _behind(flight: Flight) -> None:
     flight.work.wait()
 
 
-def _from_rank_0(group: Any, piece: Tensor) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    return group.broadcast([piece], options)
-
-
 _LOOK_SECONDS = 0.1
 """Between two looks for a note of another member's."""
 
@@ -167,7 +161,7 @@ class Member(Sender):
         with self._reporting("connecting"):
             self._group = open_group(self.rendezvous, self.rank, self._address)
             one_byte = torch.zeros(1, dtype=torch.uint8, device=self._wire)  # with which nccl makes its connections
-            self._finish(Flight(_from_rank_0(self._group, one_byte), []))
+            self._finish(Flight(self._group.broadcast(one_byte, 0), []))
 
     def _listen(self) -> None:
         """Give up as soon as another member has; a thread of its own, since a store that is lost may never answer."""
@@ -282,7 +276,7 @@ class Member(Sender):
                 for flight in list(flying)[-BUFFERS : 1 - BUFFERS]:  # used the same memory; of a host's, it is over
                     _behind(flight)
                 pack(views)
-            flying.append(Flight(_from_rank_0(self._group, memory[: bucket.size]), views))
+            flying.append(Flight(self._group.broadcast(memory[: bucket.size], 0), views))
         return flying[-1]
 
     def _memory(self, index: int, size: int, most: int, *, keep: bool) -> Tensor:
