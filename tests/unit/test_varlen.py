@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from support.naive_attention import naive
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
@@ -38,7 +36,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     def way(heads: _varlen.Heads, plan: Packed) -> Any:
         return _varlen.attend(heads, plan.spans(heads.query.device))
 
-    monkeypatch.setattr(_varlen, "kernel", lambda: naive)
+    monkeypatch.setattr(_varlen, "_KERNEL", naive)
     monkeypatch.setattr(attention, "_segments", way)
 
 
@@ -74,7 +72,7 @@ def both(
 @pytest.mark.parametrize("window", [None, 6, 1])
 def test_the_kernels_way_is_that_of_segments(plan: Packed, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, so that places, ends, alignment and windows are exact or wrong."""
-    monkeypatch.setattr(_varlen, "kernel", lambda: naive)
+    monkeypatch.setattr(_varlen, "_KERNEL", naive)
     tensors = row(plan, 4, 2, 8)
     outputs, expected = (
         both(way, plan, tensors, torch.float32, window) for way in (_varlen.attend, attention._segments)
@@ -136,10 +134,9 @@ def test_a_model_on_the_kernels_way_is_its_sequences(kind: Any) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
 def test_shapes_alone_go_the_kernels_way_too(device: str) -> None:
     """Memory is planned by tensors that hold nothing."""
-    kernel = varlen_attn
     plan = dataclasses.replace(PLAN)  # what it builds holds nothing either
     shapes = [(1, heads, sum(plan.lengths), 64) for heads in (4, 2, 2)]
-    with FakeTensorMode(), mock.patch.object(_varlen, "kernel", return_value=kernel):
+    with FakeTensorMode():
         tensors = [torch.empty(shape, device=device) for shape in shapes]
         sent = tensors[0].transpose(1, 2)
         outputs = both(_varlen.attend, plan, [*tensors, sent], torch.bfloat16, None)
@@ -176,7 +173,7 @@ def test_copies_of_a_row_send_their_gradients_back_in_float32(device: str) -> No
         ({"size": 12}, "steps of 8, not 12"),
         ({"size": 264}, "up to 256"),
         ({"capability": (7, 5)}, "capability 8.0"),
-        ({"function": None}, "no variable-length"),
+        ({"has_kernel": False}, "no variable-length"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
@@ -184,8 +181,7 @@ def test_what_the_kernel_cannot_take_is_said(
     change: dict[str, Any], why: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = {"dtype": torch.bfloat16, "size": 16, "window": None, "scaling": 0.3, **change}
-    function = case.get("function", naive)
-    monkeypatch.setattr(_varlen, "kernel", lambda: function)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: case.get("has_kernel", True))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.get("capability", (9, 0)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
     x: Any = SimpleNamespace(dtype=case["dtype"], device=torch.device("cuda"), shape=(1, 2, 3, case["size"]))

@@ -23,14 +23,9 @@ WIDEST = 256
 """Largest head that flash attention has kernels for."""
 
 
-_KERNEL: Callable[..., Any] | None = varlen_attn if torch.backends.cuda.is_flash_attention_available() else None
+_KERNEL: Callable[..., Any] = varlen_attn
 _GROUPS_ON_REQUEST = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """The kernel groups heads if it is told to; before torch 2.12 unasked."""
-
-
-def kernel() -> Callable[..., Any] | None:
-    """torch's variable-length attention, or None where this build has none."""
-    return _KERNEL
 
 
 class Heads(NamedTuple):
@@ -54,7 +49,7 @@ def unsupported_input(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the kernel takes nothing of this type on this device."""
     if device.type != "cuda":
         return "its kernel runs on a GPU"
-    if kernel() is None:
+    if not torch.backends.cuda.is_flash_attention_available():
         return "this torch has no variable-length flash attention"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"its kernel takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
@@ -75,13 +70,11 @@ def misfit(heads: Heads) -> str | None:
 def attend(heads: Heads, at: Spans) -> Tensor:
     """One packed row. query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D)."""
     query, key, value, scaling, window = heads
-    installed = kernel()
-    assert installed is not None, "refusal() was not asked"
     queries_THD, keys_TKD, values_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     if at.keys is not None:
         keys_TKD, values_TKD = repeated(keys_TKD, at.keys), repeated(values_TKD, at.keys)
     grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _GROUPS_ON_REQUEST else {}
-    out: Tensor = installed(
+    out: Tensor = _KERNEL(
         queries_THD,
         keys_TKD,
         values_TKD,
