@@ -87,44 +87,6 @@ def penalise(
     return slope_NW
 
 
-def penalise_rows(
-    logits_NV: Tensor, of_rows: Sequence[Penalties | None], prompts: Sequence[Ints], answers: Sequence[Ints]
-) -> None:
-    """Apply each row's own penalties in place, -inf where a token would end an answer too early.
-
-    Args:
-        logits_NV: as the head gives them, in float32 or wider.
-        of_rows: of each row; None: it has none.
-        prompts: tokens before the answer of each row.
-        answers: tokens of it so far.
-    """
-    rows = [row for row, penalties in enumerate(of_rows) if penalties is not None]
-    if not rows:
-        return
-    some = [penalties for penalties in of_rows if penalties is not None]
-    output_MV = _counted(logits_NV, [answers[row] for row in rows])
-    seen_MV = output_MV + _counted(logits_NV, [prompts[row] for row in rows])
-    repetition, presence, frequency = (
-        logits_NV.new_tensor(values)[:, None]
-        for values in zip(*((each.repetition, each.presence, each.frequency) for each in some), strict=True)
-    )
-    logits_MV = logits_NV[rows]
-    penalise(logits_MV, seen_MV, output_MV, repetition, presence, frequency)
-    for row, penalties in enumerate(some):
-        if len(answers[rows[row]]) < penalties.min_tokens:
-            logits_MV[row, list(penalties.ends)] = -torch.inf
-    logits_NV[rows] = logits_MV
-
-
-def _counted(logits_NV: Tensor, tokens: Sequence[Ints]) -> Tensor:
-    """How often each token is in the tokens of each row, int32."""
-    vocab = logits_NV.shape[1]
-    places = np.repeat(np.arange(len(tokens)) * vocab, [len(some) for some in tokens]) + np.concatenate(tokens)
-    places_E = torch.from_numpy(places).to(logits_NV.device)
-    counts = torch.zeros(len(tokens) * vocab, dtype=torch.int32, device=logits_NV.device)
-    return counts.scatter_add_(0, places_E, torch.ones_like(places_E, dtype=torch.int32)).view(len(tokens), vocab)
-
-
 class Past(NamedTuple):
     """Tokens before each row of some answers, as arrays of events."""
 
@@ -237,3 +199,33 @@ class TokenHistory:
                 at = end - columns[0]
                 early_N1 = self.age_N1[rows[0] : rows[1]] < self.penalties.min_tokens
                 logits_NW[:, at : at + 1].masked_fill_(early_N1 & (targets_N1 != end), OUTSIDE)
+
+
+def penalise_rows(
+    logits_NV: Tensor,
+    of_rows: Sequence[Penalties | None],
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+) -> None:
+    """Apply each row's own penalties in place, of the tokens that may follow it.
+
+    Args:
+        logits_NV: as the head gives them, in float32 or wider.
+        of_rows: of each row; None: it has none.
+        prompts: tokens before the answer of each row.
+        answers: tokens of it so far.
+    """
+    nothing = -1  # the token that is sampled is not known yet
+    for penalties in {each for each in of_rows if each is not None}:
+        rows = [row for row, each in enumerate(of_rows) if each == penalties]
+        pasts = []
+        for row in rows:
+            tokens = np.array([*prompts[row], *answers[row], nothing])
+            pasts.append(Past.of(tokens, np.array([len(tokens) - 1]), [len(prompts[row])], [len(tokens)]))
+        arrays = [torch.from_numpy(array).to(logits_NV.device) for array in joined(pasts)]
+        history = TokenHistory.of(penalties, arrays)
+        logits_MV = logits_NV[rows]
+        every = (0, len(rows)), (0, logits_NV.shape[1])
+        history.bar(logits_MV, torch.full_like(history.age_N1, nothing), *every)
+        penalise(logits_MV, *history.part(*every))
+        logits_NV[rows] = logits_MV

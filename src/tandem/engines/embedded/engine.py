@@ -300,12 +300,8 @@ class EmbeddedEngine(Engine):
     def _sample(self, hidden_RH: Tensor, requests: list[_Request]) -> list[tuple[_Request, Finish]]:
         """Draw one token for each request and record it; returns the requests that ended."""
         logits = self._policy.logits(F.pad(hidden_RH, (0, 0, 0, _padding(len(requests)))))[: len(requests)]
-        penalise_rows(
-            logits,
-            [r.penalties for r in requests],
-            [np.asarray(r.prompt if r.penalties else (), dtype=np.int64) for r in requests],
-            [np.asarray(r.tokens if r.penalties else (), dtype=np.int64) for r in requests],
-        )
+        penalties = [r.penalties for r in requests]
+        penalise_rows(logits, penalties, [r.prompt for r in requests], [r.tokens for r in requests])
         temperatures = torch.tensor([r.sampling.temperature or 1.0 for r in requests], device=logits.device)
         logits = restrict(
             logits.div_(temperatures[:, None]),
