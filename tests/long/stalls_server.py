@@ -92,7 +92,7 @@ class Engine:
         return {"running": 0, "waiting": 0}
 
     async def on_bridge_info(self, body: Any) -> Any:
-        worker = {"rank": 0, "world": 1, "pid": os.getpid(), "device": "cpu", "torch": "", "backend": "gloo"}
+        worker = {"rank": 0, "pid": os.getpid(), "device": "cpu"}
         about = {"state": "running", "reason": "", "updates": 0, "running": 0, "adapter": None, "model": "m"}
         limits = {"context": 512, "logprobs": "processed_logprobs", "adapters": True}
         return {**about, **limits, "workers": [worker]}

@@ -309,13 +309,10 @@ class Workers(msgspec.Struct, kw_only=True):
     """Part of /bridge/info."""
 
     rank: int
-    world: int
     pid: int
     device: str
     accelerator: str = ""
     """UUID of the GPU; nothing on a host."""
-    torch: str
-    backend: str
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):

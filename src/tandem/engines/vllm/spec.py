@@ -47,7 +47,6 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM has room for."""
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a Llama-like model."""
-LAST_PORT = 65535
 LOOPBACK = ("127.", "localhost", "::1")
 """How addresses begin that this machine alone can reach."""
 PAUSES = 2
@@ -77,8 +76,8 @@ class Vllm(EngineSpec):
     """CUDA_VISIBLE_DEVICES of each replica, such as ["1", "2,3"]; empty: what the trainer sees."""
     host: str = "127.0.0.1"
     """Address that started engines listen on."""
-    port: int = bounded(0)
-    """Port of the first started engine, the next ones follow; 0 takes free ones, and 65535 is the last."""
+    port: int = bounded(0, most=65535)
+    """Port of the first started engine, the next ones follow; 0 takes free ones."""
     gpu_memory_utilization: float = bounded(0.5, above=0, most=1)
     """Share of the accelerator that a started engine fills, weights included; the rest is the trainer's."""
     kv_cache_gb: float = bounded(0.0)
@@ -125,9 +124,6 @@ class Vllm(EngineSpec):
         check_bounds(self)
         if not self.require_api_key and not self.host.startswith(LOOPBACK):
             raise ValueError(f"require_api_key: false needs a host that this machine alone can reach, not {self.host}")
-        last = LAST_PORT - self.replicas + 1
-        if self.port > last:
-            raise ValueError(f"port must be at most {last}, as each of replicas ({self.replicas}) takes one")
         if self.devices and len(self.devices) != self.replicas:
             raise ValueError(f"devices names {len(self.devices)} sets of accelerators for {self.replicas} replicas")
         for url in self.urls:

@@ -129,12 +129,14 @@ class UrlServer(EngineServer):
             self._looked_at = started
         elif self._state == "away":
             self._state = "new"
-        worker: dict[str, Any] = {"world": self._world, "pid": 0, "device": "", "torch": "", "backend": "nccl"}
         return wire.EngineInfo(
             engine=started, state=self._state, reason="", step=self._step, digest=self._digest, updates=0,
             running=self._flying.total(), adapter=self._adapter, model=self._model.id,
             context=self._model.max_model_len or 0, logprobs=self._logprobs, adapters=self._takes_adapters,
-            workers=[wire.Workers(rank=n, accelerator=f"{self.url}#{n}", **worker) for n in range(self._world)],
+            workers=[
+                wire.Workers(rank=rank, pid=0, device="", accelerator=f"{self.url}#{rank}")
+                for rank in range(self._world)
+            ],
         )  # fmt: skip
 
     async def _look(self) -> None:

@@ -67,29 +67,15 @@ class WorkerExtension:
         device = self.tandem_device
         return {
             "rank": self.rank,
-            "world": self.tandem_world,
             "pid": os.getpid(),
             "device": str(device),
             "accelerator": accelerator(device),
-            "torch": str(torch.__version__),
-            "backend": self.tandem_backend,
         }
 
     @property
     def tandem_device(self) -> torch.device:
         """Where its weights are."""
         return next(self.tandem_model.parameters()).device
-
-    @property
-    def tandem_backend(self) -> str:
-        """What moves bytes between devices such as its own."""
-        return "nccl" if self.tandem_device.type == "cuda" else "gloo"
-
-    @property
-    def tandem_world(self) -> int:
-        """The engine's workers."""
-        parallel = self.model_runner.vllm_config.parallel_config
-        return int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
 
     @property
     def tandem_model(self) -> torch.nn.Module:
@@ -131,9 +117,11 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
 
         config = self.model_runner.vllm_config
+        parallel = config.parallel_config
+        workers = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
         with set_current_vllm_config(config):  # vLLM's Transformers backend has classes of transformers ask for it
             weights, stored = tensors_of(config.model_config.model, config.model_config.dtype)
-            return recorded(self.tandem_model, weights, stored, world=self.tandem_world)
+            return recorded(self.tandem_model, weights, stored, world=workers)
 
     def tandem_map(self) -> str:
         """JSON: where every Hugging Face tensor lies in this rank's parameters."""
@@ -244,9 +232,9 @@ class WorkerExtension:
         Where ``rendezvous`` names no backend, it is that of the device.
         """
         self.tandem_disconnect()
-        options = json.loads(rendezvous)
-        meeting = Rendezvous(**{**options, "backend": options["backend"] or self.tandem_backend})
-        device = self.tandem_device
+        options, device = json.loads(rendezvous), self.tandem_device
+        options["backend"] = options["backend"] or ("nccl" if device.type == "cuda" else "gloo")
+        meeting = Rendezvous(**options)
         who = f"engine worker {self.rank} (pid {os.getpid()}, {device})"
         joining = self._tandem_joining = Future()
         arguments = joining, _join, meeting, first + self.rank, device, who
