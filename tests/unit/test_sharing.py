@@ -300,17 +300,6 @@ def test_cuda_handles_travel_as_json(gpus: FakeGpus) -> None:
         assert attached[name].dtype == tensor.dtype
 
 
-def test_a_description_of_atropos_is_understood(gpus: FakeGpus) -> None:
-    weight = torch.randn(3, 4)
-    entry = export_cuda({"w": weight})["tensors"]["w"]
-    entry["storage_offset_orig"] = entry.pop("storage_offset")
-    for key in ("device_uuid", "stride", "tensor_storage_offset"):
-        del entry[key]
-    assert attach({"kind": "cuda", "tensors": {"w": entry}})["w"].data_ptr() == weight.data_ptr()
-    assert gpus.opened[0][0] == 1
-    assert gpus.opened[0][3] == 512
-
-
 def test_a_gpu_that_is_not_visible_is_named(gpus: FakeGpus) -> None:
     description = export_cuda({"w": torch.ones(2)})
     gpus.visible = ["GPU-c"]

@@ -10,7 +10,6 @@ import base64
 import contextlib
 import errno
 import fcntl
-import math
 import mmap
 import os
 import secrets
@@ -255,8 +254,7 @@ def attach(description: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
         file = open_file(description) if description["kind"] == "host" else None
         for name, entry in description["tensors"].items():
-            # Bytes from the start of the allocation or file; Atropos writes it under a longer name.
-            offset = int(entry["storage_offset_orig"] if "storage_offset_orig" in entry else entry["storage_offset"])
+            offset = int(entry["storage_offset"])  # bytes from the start of the allocation or file
             key = entry.get("ipc_handle_b64"), offset
             if key not in storages:
                 storage = open_storage(entry, offset) if file is None else _mapped(name, file, entry, offset)
@@ -301,8 +299,8 @@ def _view(name: str, storage: torch.UntypedStorage, entry: Mapping[str, Any]) ->
     """A tensor over a storage, if all of it lies inside."""
     dtype: torch.dtype = getattr(torch, str(entry["dtype"]).removeprefix("torch."))
     shape = [int(n) for n in entry["shape"]]
-    stride = [int(n) for n in entry.get("stride", [math.prod(shape[i + 1 :]) for i in range(len(shape))])]
-    first = int(entry.get("tensor_storage_offset", 0))
+    stride = [int(n) for n in entry["stride"]]
+    first = int(entry["tensor_storage_offset"])
     end = (first + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1) * dtype.itemsize
     if storage.nbytes() != entry["storage_size"] or end > storage.nbytes():
         raise TransportError(
@@ -325,9 +323,7 @@ def gpu_uuid(device: int | torch.device) -> str:
 
 def _device_index(entry: Mapping[str, Any]) -> int:
     """Index, in this process, of the lender's GPU: CUDA_VISIBLE_DEVICES may number it differently on either side."""
-    uuid = entry.get("device_uuid")
-    if uuid is None:
-        return int(entry["device_index"])
+    uuid = entry["device_uuid"]
     visible = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
     if uuid not in visible:
         raise TransportError(
