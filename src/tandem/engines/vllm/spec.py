@@ -194,8 +194,7 @@ class Vllm(EngineSpec):
         self, policy: Policy, *, context: int, requirements: EngineRequirements | None = None
     ) -> AsyncIterator[Engine]:
         """Start the engines or find them, and check that they can do what the run requires."""
-        if requirements is None:
-            raise ConfigError("engine: vllm needs to know the run it serves")
+        assert requirements is not None, "its command line is made of them"
         launch = self._launch(requirements, context) if not self.urls else None
         fleet = self._fleet(launch, requirements, every=1 if requirements.hosts is None else self.replicas)
         longest = min(context, self.max_model_len or context)

@@ -117,8 +117,7 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
 
         config = self.model_runner.vllm_config
-        parallel = config.parallel_config
-        workers = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
+        workers = int(config.parallel_config.tensor_parallel_size)
         with set_current_vllm_config(config):  # vLLM's Transformers backend has classes of transformers ask for it
             weights, stored = tensors_of(config.model_config.model, config.model_config.dtype)
             return recorded(self.tandem_model, weights, stored, world=workers)
@@ -142,8 +141,7 @@ class WorkerExtension:
 
     def tandem_settle(self) -> None:
         """Return once the device has done all that it was given."""
-        if self.tandem_device.type == "cuda":
-            torch.cuda.synchronize()
+        sharing.finish(self.tandem_device)
 
     def tandem_clear_cache(self) -> None:
         """Zero all keys and values, once whoever sampled by weights that were not proven has been ended.

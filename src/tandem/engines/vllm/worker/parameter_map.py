@@ -404,11 +404,6 @@ def _check(
             raise EngineError(f"the engine has {here} of the {math.prod(shape)} numbers of {name!r}; {RESTART}")
         if any(region.size[2:] != shape[2:] for region in regions[name]):
             raise EngineError(f"the engine's workers split the last dimension of {name!r} {shape}; {RESTART}")
-    if world > 1 and all(regions[n] == [] or regions[n][0].size == shapes[n] for n in shapes):
-        raise EngineError(
-            f"the engine has {world} workers and splits no layer among them: whole layers are spread over workers, "
-            "which cannot be written in place; use tensor parallelism alone, or sync: restart"
-        )
 
 
 @contextmanager
