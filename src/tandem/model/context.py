@@ -61,13 +61,7 @@ class ContextPacked:
 
     @classmethod
     def of(cls, plan: Packed, group: ProcessGroup) -> ContextPacked:
-        """A plan divided among the ranks of a group.
-
-        Raises:
-            ValueError: it is one that fills a cache.
-        """
-        if plan.store is not None:
-            raise ValueError("a row that fills a key/value cache is computed by one rank")
+        """A plan that fills no cache, divided among the ranks of a group."""
         num_tokens = sum(plan.lengths)
         padding = -num_tokens % group.size()
         whole = plan

@@ -115,8 +115,7 @@ class Broadcast(Periodic):
         trained.sends_frozen = not engine.sums_bytes  # vLLM reloads whole layers: what is left out would be garbage
         adapter = trained.adapter() if session.trainable.payload == "adapter" else None
         manifest = trained.manifest
-        entries = [(entry.name, entry.shape, entry.dtype) for entry in manifest]
-        receiving = asyncio.ensure_future(engine.receive(entries, bucket_bytes, adapter))
+        receiving = asyncio.ensure_future(engine.receive(manifest, bucket_bytes, adapter))
         sending = asyncio.ensure_future(trained.send(session.member, bucket_bytes))
         late = 4 * self.timeout_seconds
         try:

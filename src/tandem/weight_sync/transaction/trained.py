@@ -13,6 +13,7 @@ from tandem.together import all_ended
 from tandem.transport.buckets import TensorEntry, manifest
 from tandem.transport.checksums import ChecksumCache, Shard, checksums
 from tandem.transport.daemon import on_daemon
+from tandem.transport.sharing import finish
 from tandem.weight_sync.verify.checksums import Checksums
 
 if TYPE_CHECKING:
@@ -80,8 +81,7 @@ class Trained:
         return await on_daemon(self._send, member, bucket_bytes)
 
     def _send(self, member: Member, bucket_bytes: int) -> int:
-        if self._policy.device.type == "cuda":
-            torch.cuda.synchronize(self._policy.device)  # the optimizer wrote on another thread's stream
+        finish(self._policy.device)  # the optimizer wrote on another thread's stream
         return member.send(self._sent, bucket_bytes)
 
     async def save_weights(self, folder: Path) -> None:
