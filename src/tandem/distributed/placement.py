@@ -27,7 +27,7 @@ _SLURM_PORTS = range(12_000, 32_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One process's place among the ranks of a run.
+    """One process's place among the ranks of a run; fields of ``VARIABLES`` have their names.
 
     Example:
         >>> started = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8",
@@ -92,9 +92,8 @@ class Placement:
         _require(environ, VARIABLES, "a launcher such as torchrun")
         started_by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment"
         return cls(
-            **{field: _number(environ, name) for field, name in zip(_NUMBER_FIELDS, NUMBERS, strict=True)},
+            **{name.lower(): _number(environ, name) for name in (*NUMBERS, "MASTER_PORT")},
             master_addr=environ["MASTER_ADDR"],
-            master_port=_number(environ, "MASTER_PORT"),
             launcher=environ.get(LAUNCHER) or started_by,
         )
 
@@ -112,16 +111,7 @@ class Placement:
 
     def environment(self) -> dict[str, str]:
         """The variables that give a process this place: what ``from_environment`` reads."""
-        numbers = {name: str(getattr(self, field)) for field, name in zip(_NUMBER_FIELDS, NUMBERS, strict=True)}
-        return {
-            **numbers,
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-            LAUNCHER: self.launcher,
-        }
-
-
-_NUMBER_FIELDS = ("rank", "local_rank", "world_size", "local_world_size")
+        return {**{name: str(getattr(self, name.lower())) for name in VARIABLES}, LAUNCHER: self.launcher}
 
 
 def first_host(nodelist: str) -> str:
