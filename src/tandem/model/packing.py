@@ -347,10 +347,10 @@ def _end(causal: Any, hidden_1NH: Tensor) -> LogitEnd | None:
 def small(config: Any, layers: int = 1) -> Any:
     """The same with the first layers, up to one of each kind and at least so many, short windows and few hidden units.
 
-    With more of them where so few do not run.
+    With more units where so few do not run.
 
     Raises:
-        ConfigError: not even all of them do.
+        ConfigError: it does not run so.
     """
     auto = causal_class(config)
     config = type(config).from_dict(config.to_dict())  # without the attention that a loaded model has
@@ -358,8 +358,6 @@ def small(config: Any, layers: int = 1) -> Any:
         lambda: _shallow(_few_units(_cut(config)), layers),
         lambda: _shallow(_few_heads(_cut(config)), layers),
         lambda: _shallow(_cut(config), layers),
-        lambda: _cut(config),
-        lambda: copy.deepcopy(config),
     ]
     failed: Exception | str = f"its small copy has more than {_MOST_PARAMETERS:,} parameters"
     for way in ways:
