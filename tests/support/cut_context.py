@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from support import naive_attention
-from support.cut_weights import mesh_of, plain
+from support.cut_weights import all_of, mesh_of, plain
 from support.vllm_workers import trained
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -82,7 +82,7 @@ def compared(rank: int, model: Any, whole: Any, plan: Packed, only: tuple[int, i
     expected, _ = token_logprobs(hidden, whole.lm_head.weight, targets, bias=whole.lm_head.bias)
     loss(expected, weights_N).backward()
 
-    compute = ShardedWeights(model, mesh_of((dist.get_world_size(),))).hidden if sharded else hidden_of(model)
+    compute = ShardedWeights(model, mesh_of((dist.get_world_size(),)), all_of).hidden if sharded else hidden_of(model)
     part = ContextPart.of(plan, tokens, positions, predict, dist.group.WORLD)
     own, _ = token_logprobs(part.hidden(compute), model.lm_head.weight, part.own(targets), bias=model.lm_head.bias)
     logprobs = part.joined(own)

@@ -53,6 +53,11 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype).train()
 
 
+def all_of(model: Any) -> dict[str, Any]:
+    """Every parameter is cut."""
+    return dict(model.named_parameters())
+
+
 def mesh_of(shape: Sequence[int]) -> DeviceMesh:
     names = ("shards",) if len(shape) == 1 else ("replicas", "shards")
     return init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
@@ -85,7 +90,7 @@ def gradient(rank: int, name: str, shape: Sequence[int], dtype: str) -> dict[str
     """Largest error of each gradient, as a share of the largest element of all."""
     model = made(name, getattr(torch, dtype))
     expected = alone(copy.deepcopy(model), torch.float64)
-    weights = ShardedWeights(model, mesh_of(shape))
+    weights = ShardedWeights(model, mesh_of(shape), all_of)
     backward(weights, rank)
     largest = max(float(grad.abs().max()) for grad in expected.values())
     errors = {}
@@ -127,7 +132,7 @@ def publishing(rank: int, name: str, dtype: str) -> dict[str, Any]:
         of: [EngineSlice(part=Slice.at(place.first, place.tensor.shape), tensor=place.tensor) for place in parts]
         for of, parts in engine_places.items()
     }
-    weights = ShardedWeights(model, mesh_of((world,)))
+    weights = ShardedWeights(model, mesh_of((world,)), all_of)
     stay = {of for of, parts in slices.items() if all(weights.part(of).contains(p.part) for p in parts)}
     with torch.no_grad():
         for _, parameter in weights.local_parameters:
@@ -167,7 +172,7 @@ def scoring(rank: int, name: str) -> dict[str, Any]:
     """A pass without backward leaves no gathered weight behind that a later one would compute with."""
     model = made(name)
     changed = copy.deepcopy(model)
-    weights = ShardedWeights(model, mesh_of((dist.get_world_size(),)))
+    weights = ShardedWeights(model, mesh_of((dist.get_world_size(),)), all_of)
     with torch.no_grad():
         before = cost(weights.hidden, model.lm_head, TREE, 0)
         weights.reshard()
@@ -203,7 +208,7 @@ class Dealt:
 
     def __init__(self, rank: int, model: Any, shape: Sequence[int], *, local: bool):
         policy = Policy(model, None, name="", compute=None)  # type: ignore[arg-type]
-        self.policy = ShardedPolicy(policy, ShardedWeights(model, mesh_of(shape)))
+        self.policy = ShardedPolicy(policy, ShardedWeights(model, mesh_of(shape), all_of))
         self.weights = self.policy.weights
         self.stepper = WeightShardStepper(AdamW(), self.policy, local=local)
         self.deal = DEALS[dist.get_world_size()][rank]
@@ -313,7 +318,7 @@ def stepping(
     stepper = optimizer.bind(list(lone.named_parameters()))
     policy = Policy(model, None, name=name, compute=None)  # type: ignore[arg-type]
     whole = {of: p.detach() for of, p in copy.deepcopy(model).named_parameters()} if rank == 0 else {}
-    sharded = ShardedPolicy(policy, ShardedWeights(model, mesh_of(shape)))
+    sharded = ShardedPolicy(policy, ShardedWeights(model, mesh_of(shape), all_of))
     if eight_bits:
         _byte_moments.SMALL, _byte_moments.BLOCK = 32, 16
     theirs = AdamW8bit(lr=1e-2, eps=1e-4) if eight_bits else optimizer

@@ -160,4 +160,4 @@ def test_replicas_share_the_writing_of_states_and_the_sum_of_a_norm(tmp_path: Pa
 
 def test_a_model_without_known_layers_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="does not know the layers of Linear"):
-        ShardedWeights(nn.Linear(2, 2), None)  # type: ignore[arg-type]
+        ShardedWeights(nn.Linear(2, 2), None, lambda _: {})  # type: ignore[arg-type]

@@ -41,10 +41,6 @@ BaseNames = Callable[[nn.Module], Mapping[str, nn.Parameter]]
 _LOW = (1 << 32) - 1
 
 
-def _all(model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters())
-
-
 class ShardedWeights:
     """A causal language model whose parameters are cut among the ranks of a mesh.
 
@@ -53,20 +49,20 @@ class ShardedWeights:
             after; it is changed in place. Trained parameters become float32 (float64 ones stay so), each rank keeping
             its own shard.
         mesh: of one dimension, or of two: (replicas, shards), where gradients are summed over replicas as well.
+        base_names: the weights that are cut, by Hugging Face name; what else the model has is its adapter.
         holders: group of the ranks whose shards are together the slice of the engine's worker beside this one, in the
             order of shards; None: each rank's shard is.
-        base_names: the weights that are cut, by Hugging Face name; what else the model has is its adapter.
 
     Raises:
         ConfigError: names a parameter that cannot be cut, or says that the model's layers are not known.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (8,))               # doctest: +SKIP
-        >>> weights = ShardedWeights(model, mesh)               # doctest: +SKIP
+        >>> weights = ShardedWeights(model, mesh, base_names)   # doctest: +SKIP
         >>> loss_of(weights.hidden(tokens_BT, positions_BT, plan)).backward()  # doctest: +SKIP
     """
 
-    def __init__(self, model: Any, mesh: DeviceMesh, holders: Any = None, base_names: BaseNames = _all):
+    def __init__(self, model: Any, mesh: DeviceMesh, base_names: BaseNames, holders: Any = None):
         if not (layers := decoder_layers(model)):
             raise ConfigError(
                 f"distributed.shard: weights does not know the layers of {type(model).__name__}; use shard: states"

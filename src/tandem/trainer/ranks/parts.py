@@ -98,7 +98,7 @@ class RankParts:
         live = policy.model.parameters()
         memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in live}
         bare = copy.deepcopy(policy.model, memo)
-        weights = ShardedWeights(bare, self.mesh.ranks, self.mesh.holders, trainable.base_names)
+        weights = ShardedWeights(bare, self.mesh.ranks, trainable.base_names, self.mesh.holders)
         weights.fill(whole)
         return _cut_policy(policy, weights, trainable)
 
@@ -146,7 +146,7 @@ class RankParts:
             adapter = trainable.parameters(model) if trainable.folder_name != "model" else []
             model = copy.deepcopy(model, {id(p): p for _, p in adapter})
         trainable.unfold(model)
-        weights = ShardedWeights(model, self.mesh.ranks, base_names=trainable.base_names)
+        weights = ShardedWeights(model, self.mesh.ranks, trainable.base_names)
         sharded = _cut_policy(policy, weights, trainable)
 
         def updated() -> None:
