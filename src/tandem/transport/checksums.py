@@ -82,7 +82,9 @@ class ChecksumTally:
         return {name: value & _MASK for name, value in out.items()}
 
     def queue(self) -> Tensor:
-        """The checksum of each shard, in their order, where all are on one device: int64 that have the bits of it.
+        """The checksum of each shard, in their order: int64 that have the bits of it.
+
+        They are on one device, and each has a name of its own.
 
         On CUDA nothing waits for them. The tensor is written anew by the next ``take`` or ``queue``.
         """
@@ -90,10 +92,7 @@ class ChecksumTally:
             (tally,) = self._devices
             tally.launch()
             return tally.sums
-        sums = [0] * len(self._names)
-        for index, shard in self._host:
-            sums[index] = _sum_host(_matrix(shard.tensor, shard.first)) & _MASK
-        return torch.tensor(sums, dtype=torch.uint64).view(torch.int64)
+        return torch.tensor(list(self.take().values()), dtype=torch.uint64).view(torch.int64)
 
 
 class ChecksumCache:

@@ -88,21 +88,13 @@ async def read(receive: Receive) -> bytes:
 
 
 async def unless(work: Awaitable[T], *ends: Awaitable[Any]) -> T:
-    """Wait for work, or for the first of ``ends``, which cancels the work and raises why.
-
-    Raises:
-        ClientDisconnected: one of ``ends`` returned without an error of its own.
-    """
+    """Wait for work, or for the first of ``ends``, which cancels the work and raises why."""
     task = asyncio.ensure_future(work)
     others = [asyncio.ensure_future(end) for end in ends]
     try:
-        await asyncio.wait((task, *others), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        for other in others:
-            if other.done():
-                other.result()
-        raise ClientDisconnected
+        done, _ = await asyncio.wait((task, *others), return_when=asyncio.FIRST_COMPLETED)
+        result: T = (task if task in done else done.pop()).result()
+        return result
     finally:
         for future in (task, *others):
             future.cancel()
@@ -110,9 +102,10 @@ async def unless(work: Awaitable[T], *ends: Awaitable[Any]) -> T:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Return when the client has gone away; its body was read before."""
+    """Wait for the client to go away, and raise that; its body was read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    raise ClientDisconnected
 
 
 def replayed(body: bytes, receive: Receive, stopped: Callable[[], Awaitable[Any]]) -> Receive:
@@ -127,7 +120,7 @@ def replayed(body: bytes, receive: Receive, stopped: Callable[[], Awaitable[Any]
         if first:
             first = False
             return {"type": "http.request", "body": body, "more_body": False}
-        with contextlib.suppress(Stopped):
+        with contextlib.suppress(ClientDisconnected, Stopped):
             await unless(disconnected(receive), stopped())
         return {"type": "http.disconnect"}
 
