@@ -186,14 +186,13 @@ def _slurm_task(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
     """Tasks on this host, of a list such as ``8(x2),4`` for all hosts."""
-    name = "SLURM_STEP_TASKS_PER_NODE" if environ.get("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
-    text = environ.get(name, "")
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     counts = [int(count) for count, hosts in runs for _ in range(int(hosts or 1))]
     node = _number(environ, "SLURM_NODEID") if environ.get("SLURM_NODEID") else 0
     if sum(counts) != world_size or node >= len(counts):
         raise ConfigError(
-            f"{name}={text} and SLURM_NODEID={node} do not fit SLURM_NTASKS={world_size}: expected tasks per host such "
-            "as 8(x2), which add up to it; srun sets all three"
+            f"SLURM_STEP_TASKS_PER_NODE={text} and SLURM_NODEID={node} do not fit SLURM_NTASKS={world_size}: expected "
+            "tasks per host such as 8(x2), which add up to it; srun sets all three"
         )
     return counts[node]
