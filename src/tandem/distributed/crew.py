@@ -218,8 +218,6 @@ class Ranks:
             if not task.done():
                 task.cancel()
                 await asyncio.wait((task,), timeout=ALONG_SECONDS)
-            elif not task.cancelled():
-                task.exception()
 
     async def end(self, error: BaseException | None) -> None:
         """Let all followers end, and tell them why."""

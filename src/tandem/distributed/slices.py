@@ -44,7 +44,7 @@ class Slice:
 
     def contains(self, other: Slice) -> bool:
         """Whether every element of ``other`` is in this part."""
-        return not other.num_elements or (_inside(other.rows, self.rows) and _inside(other.columns, self.columns))
+        return not other.num_elements or self.overlap(other) == other
 
     def overlap(self, other: Slice) -> Slice:
         """The elements that both have."""
@@ -144,7 +144,3 @@ def shard_number(rank: int, shards: int, workers: int) -> int:
 def _common(first: range, other: range) -> range:
     start = max(first.start, other.start)
     return range(start, max(start, min(first.stop, other.stop)))
-
-
-def _inside(inner: range, outer: range) -> bool:
-    return outer.start <= inner.start and inner.stop <= outer.stop
