@@ -185,7 +185,8 @@ def test_what_the_kernel_cannot_take_is_said(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.get("capability", (9, 0)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
     x: Any = SimpleNamespace(dtype=case["dtype"], device=torch.device("cuda"), shape=(1, 2, 3, case["size"]))
-    refusal = _varlen.refusal(_varlen.Heads(x, x, x, case["scaling"], case["window"]))
+    heads = _varlen.Heads(x, x, x, case["scaling"], case["window"])
+    refusal = _varlen.unsupported_input(x.dtype, x.device) or _varlen.misfit(heads)
     assert refusal is None if why is None else why in (refusal or "")
 
 

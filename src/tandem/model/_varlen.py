@@ -40,13 +40,8 @@ class Heads(NamedTuple):
     """Tokens that each one sees, itself included; None: all before it."""
 
 
-def refusal(heads: Heads) -> str | None:
-    """Why the kernel cannot take these, in words that follow "since"; None if it can."""
-    return unsupported_input(heads.query.dtype, heads.query.device) or misfit(heads)
-
-
 def unsupported_input(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernel takes nothing of this type on this device."""
+    """Why the kernel takes nothing of this type on this device, in words that follow "since"; None if it does."""
     if device.type != "cuda":
         return "its kernel runs on a GPU"
     if not torch.backends.cuda.is_flash_attention_available():

@@ -124,7 +124,7 @@ def _packed(module: nn.Module, heads: Heads, plan: Packed) -> Tensor:
     if window is not None and plan.longest <= window:
         heads = heads._replace(window=None)  # nothing is as far away
     if query.device.type == "cuda":
-        why = _varlen.refusal(heads)
+        why = _varlen.unsupported_input(query.dtype, query.device) or _varlen.misfit(heads)
         if why is None:
             shapes = query.shape[1], key.shape[1], query.shape[3]
             if plan.long and heads.window is None and _cudnn_is_faster(*shapes, query.dtype):
