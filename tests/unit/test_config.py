@@ -202,11 +202,6 @@ def test_aliases_are_understood(here: Path) -> None:
         ("[a]: 3", "recipe.yaml:4: a key must be a word, not a list or a mapping"),
         ("chat_template_kwargs: &a {b: *a}", "nested too deep to be read, or an alias contains itself"),
         ("group_size: 1", "recipe.yaml:4: group_size must be at least 2"),
-        (
-            "group_size: 1000000000",
-            "recipe.yaml:4: group_size must be smaller: groups_per_step times group_size is 8,000,",
-        ),
-        ("sampling: {max_tokens: 1000000000}", "recipe.yaml:4: sampling.max_tokens must be at most 16,777,216"),
         ("groups_per_step: 0", "recipe.yaml:4: groups_per_step must be at least 1"),
         ("max_lag: -1", "recipe.yaml:4: max_lag must be at least 0"),
         ("sampling: {temperature: 0}", "recipe.yaml:4: sampling.temperature must be at least 0.01"),
@@ -411,13 +406,6 @@ def test_an_override_leaves_out_what_it_makes_useless_in_the_file(here: Path) ->
 
 def test_a_learning_rate_that_trains_nothing_is_refused(here: Path) -> None:
     assert "recipe.yaml:4: optimizer.lr must be above 0" in wrong(MINIMAL + "optimizer: {lr: 0}\n")
-
-
-def test_of_many_problems_the_first_are_listed(here: Path) -> None:
-    lines = wrong(MINIMAL + "".join(f"unknown{number}: 1\n" for number in range(1_030))).splitlines()
-    assert lines[0] == "recipe.yaml has 1,030 problems:"
-    assert len(lines) == 22
-    assert lines[-1] == "  and 1,010 more"
 
 
 def test_the_same_options_are_fine_where_they_count(here: Path) -> None:

@@ -60,7 +60,7 @@ class RunConfig:
     """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
     groups_per_step: int = bounded(8, least=1)
     """Groups (tasks) trained on in one step."""
-    group_size: int = 8
+    group_size: int = bounded(8, least=2)
     """Answers sampled per task."""
     max_lag: int = 0
     """Most steps by which the weights that sampled a token may be older than those it trains; 0 is on-policy."""
@@ -178,7 +178,6 @@ class RunConfig:
         check_bounds(self)
         require(
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
-            group_size=sections.group_size_check(self.group_size, self.groups_per_step),
             env=(
                 bool(self.env or self.envs or self.broker or self.needs_no_env),
                 "given, such as gsm8k, or envs, or broker",

@@ -14,11 +14,6 @@ from tandem.machine import cores
 from tandem.observability.alarms import Name
 from tandem.types import Sampling
 
-MOST_ANSWERS = 1 << 20
-"""Answers of one step: they are held in the trainer's memory, token by token."""
-MOST_TOKENS = 1 << 24
-"""Tokens of an answer."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate(Bounded):
@@ -213,14 +208,6 @@ class Teacher(Bounded):
         )
 
 
-def group_size_check(size: int, groups: int) -> tuple[bool, str]:
-    """Checks of ``group_size`` and of what follows for a step's tasks, for ``require``."""
-    if size < 2:
-        return False, "at least 2: an answer is judged against its siblings"
-    answers = f"groups_per_step times group_size is {size * groups:,}"
-    return size * groups <= MOST_ANSWERS, f"smaller: {answers}, and more than {MOST_ANSWERS:,} answers fit no memory"
-
-
 def _compiles(regex: str) -> bool:
     try:
         re.compile(regex)
@@ -242,10 +229,7 @@ def sampling_checks(sampling: Sampling) -> Mapping[str, tuple[bool, str]]:
         "presence_penalty": (-2 <= sampling.presence_penalty <= 2, two),
         "frequency_penalty": (-2 <= sampling.frequency_penalty <= 2, two),
         "min_tokens": (0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
-        "max_tokens": (
-            1 <= sampling.max_tokens <= MOST_TOKENS,
-            "at least 1" if sampling.max_tokens < 1 else f"at most {MOST_TOKENS:,}: no context is longer",
-        ),
+        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
         "stop": (all(sampling.stop), "texts that are not empty"),
         "regex": (_compiles(sampling.regex), "a regular expression"),
         "stop_token_ids": (all(token >= 0 for token in sampling.stop_token_ids), "token ids, which are at least 0"),

@@ -28,9 +28,6 @@ _Dumper.add_representer(str, _text)
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 
-MOST_PROBLEMS = 20
-"""Problems of one recipe that are listed; the others are counted."""
-
 SHELL = "command line: "
 """What the location of an override starts with; the option's path follows."""
 
@@ -108,12 +105,10 @@ class Problems:
             return
         kinds = set(self._noted.values())
         kind = kinds.pop() if len(kinds) == 1 else ConfigError
-        lines = list(self._noted)[:MOST_PROBLEMS]
-        if len(self) == 1:
+        lines = list(self._noted)
+        if len(lines) == 1:
             raise kind(lines[0])
-        if (more := len(self) - len(lines)) > 0:
-            lines.append(f"and {more:,} more")
-        raise kind(f"{source} has {len(self):,} problems:" + "".join(f"\n  {line}" for line in lines))
+        raise kind(f"{source} has {len(lines):,} problems:" + "".join(f"\n  {line}" for line in lines))
 
 
 class _Loader(yaml.SafeLoader):
