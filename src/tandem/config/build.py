@@ -310,9 +310,9 @@ def _remedy(hint: Any, origin: Any, args: tuple[Any, ...], leaf: Leaf) -> str:
 
 
 def opened(field: dataclasses.Field[Any], tree: Tree) -> Tree:
-    """The mapping that a single text stands for, where the field has a shorthand."""
+    """The mapping that a single value stands for, where the field has a shorthand."""
     key = field.metadata.get("shorthand")
-    if key is None or not isinstance(tree, Leaf) or tree.value is None:
+    if key is None or isinstance(tree, Branch) or (isinstance(tree, Leaf) and tree.value is None):
         return tree
     return within(key, tree)
 

@@ -16,15 +16,14 @@ from tandem import clone, machine
 from tandem.algorithms.curricula.base import Curriculum
 from tandem.config import override, sections
 from tandem.config import registry as resolve
-from tandem.config.build import Builder, RewardSpec, encode, part, parts
+from tandem.config.build import Builder, encode, part, parts
 from tandem.config.dialects import translate
-from tandem.config.sources import EnvSource, default_rewards, fault
+from tandem.config.sources import EnvSource, PlayOptions
 from tandem.config.tree import Branch, Problems, from_plain, parse, plain, render
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError, bounded, check_bounds, require
 from tandem.observability.answers import PrintCompletions
 from tandem.observability.loggers.base import MetricsLogger
-from tandem.observability.watchdog import Timeouts
 from tandem.types import Json, Sampling
 
 if TYPE_CHECKING:
@@ -41,37 +40,21 @@ else:  # their bases import torch; a field made by ``part`` is built by its cate
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(PlayOptions):
     """Everything about a run. Part fields hold live parts, not names."""
 
-    model: str
-    """Hugging Face id or a local folder."""
     steps: int = bounded(least=1)
     """Optimizer steps of the whole run."""
     env: Environment | None = field(
         default=None, metadata={"category": "envs", "unless": ("envs", "broker", "warm_start")}
     )
     """Where tasks come from; with broker those to evaluate on, if any."""
-    envs: Mapping[str, EnvSource] = field(default_factory=dict, metadata={"entries": EnvSource})
-    """Several environments instead, by name: a weight, or a mapping of env, rewards, weight and min_share."""
     broker: sections.BrokerOptions | None = field(default=None, metadata={"shorthand": "url"})
     """Train on what environments elsewhere send to this broker: its address, or a mapping."""
-    rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"category": "rewards", "weighted": True})
-    """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
     groups_per_step: int = bounded(8, least=1)
     """Groups (tasks) trained on in one step."""
-    group_size: int = bounded(8, least=2)
-    """Answers sampled per task."""
     max_lag: int = 0
     """Most steps by which the weights that sampled a token may be older than those it trains; 0 is on-policy."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """How training answers are sampled."""
-    truncated: Literal["keep", "mask", "penalise"] = "keep"
-    """Answers cut by a length limit: train on them as they are, leave their tokens out, or lower their reward."""
-    truncated_penalty: float = bounded(1.0)
-    """What truncated: penalise subtracts from the reward."""
-    zero_variance_groups: Literal["drop", "keep"] = "drop"
-    """Groups whose rewards are all equal: sample another, or train on them (their advantage is 0)."""
     oversample: float | Literal["auto", "keep", "off"] = "auto"
     """Groups sampled at once for a batch, where those without signal are dropped: auto as many as will fill it by the
     share that had signal so far, keep the same but trains what is over too, off one for each place; or a factor."""
@@ -133,22 +116,10 @@ class RunConfig:
     matmul: Literal["dtype", "fp8"] = "dtype"
     """Products of the layers' linear weights: in the type of the weights, or in 8 bits (a GPU of compute capability 8.9
     or above, and torchao)."""
-    context: int | None = bounded(None, least=2)
-    """Most tokens of a prompt and its answer together; null: the model's own limit."""
-    seed: int = 0
-    """Fixes task order, sampling and initialisation."""
-    chat_template: str | None = None
-    """Jinja chat template, as text or the path of a file; null: the tokenizer's own."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
     evaluate: sections.Evaluate = field(default_factory=sections.Evaluate)
     """Measuring on held-out tasks."""
     checkpoint: sections.Checkpoint = field(default_factory=sections.Checkpoint, metadata={"shorthand": "save"})
     """When the run is saved."""
-    grading: sections.GradingOptions = field(default_factory=sections.GradingOptions)
-    """Processes that compute rewards."""
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    """How long a run may stand still."""
     alarms: sections.Alarms = field(default_factory=sections.Alarms, metadata={"shorthand": "action"})
     """What becomes of a run that goes wrong while nothing is broken: warn or stop, or a mapping."""
     print_completions: PrintCompletions = field(default_factory=PrintCompletions, metadata={"shorthand": "every"})
@@ -177,7 +148,6 @@ class RunConfig:
             object.__setattr__(self, "dtype", "bfloat16" if machine.computes_bfloat16() else "float32")
         check_bounds(self)
         require(
-            model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
             env=(
                 bool(self.env or self.envs or self.broker or self.needs_no_env),
                 "given, such as gsm8k, or envs, or broker",
@@ -187,8 +157,6 @@ class RunConfig:
                 "given data, since a broker's tasks have no gold replies",
             ),
             teacher=((wrong := teacher_fault(self)) is None, wrong or ""),
-            envs=((wrong := fault(self.env, self.envs)) is None, wrong or ""),
-            rewards=(not (self.envs and self.rewards), "given in each entry of envs, which has rewards of its own"),
             max_lag=(
                 self.max_lag >= (self.broker is not None),
                 "at least 1 with broker" if self.broker else "at least 0",
@@ -216,11 +184,10 @@ class RunConfig:
                     getattr(self.reference, "every", 0) < self.steps,
                     f"below steps ({self.steps}): the average would never move",
                 ),
-                **sections.sampling_checks(self.sampling),
             },
+            **self.checks(),
         )
-        if not self.rewards and self.env is not None:
-            object.__setattr__(self, "rewards", default_rewards(self.env))
+        super().__post_init__()
 
     @property
     def _counts_gpus(self) -> bool:

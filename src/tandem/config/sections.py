@@ -127,24 +127,30 @@ class Alarms:
     """Alarms that are not looked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerOptions:
-    """Environments elsewhere: what they sample and score is trained on, through a broker."""
+@dataclass(frozen=True, kw_only=True)
+class BrokerAt:
+    """A broker between environments and a trainer."""
 
     url: str
     """Its address, such as http://127.0.0.1:8000 (tandem serve broker, or Atropos' run-api)."""
     key_variable: str = ""
-    """Environment variable with the trainer's key, where the broker asks for one."""
+    """Environment variable with the API key, where the broker asks for one."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        require(url=(self.url.startswith(("http://", "https://")), "an address that begins with http:// or https://"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokerOptions(BrokerAt):
+    """Environments elsewhere: what they sample and score is trained on, through a broker."""
+
     lease_seconds: float = bounded(600.0, above=0)
     """How long the broker keeps a batch for a trainer that it does not hear of; then it is served again."""
     missing_logprobs: Literal["refuse", "policy"] = "refuse"
     """Groups without sampling logprobs: end with an error, or train as if the policy of now had sampled them."""
     env_advantages: bool = False
     """Train on the advantages that environments give for each token; where one gives none, the recipe's advantage."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
-        require(url=(self.url.startswith(("http://", "https://")), "an address that begins with http:// or https://"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any, Literal
 
 from tandem.config import registry as resolve
+from tandem.config import sections
 from tandem.config.build import Builder, RewardSpec
 from tandem.config.tree import Branch, Leaf, Problems, from_plain, within
 from tandem.envs.base import Environment
 from tandem.errors import bounded, check_bounds
+from tandem.observability.watchdog import Timeouts
+from tandem.types import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,55 @@ class EnvSource:
         check_bounds(self)
         if not self.rewards:
             object.__setattr__(self, "rewards", default_rewards(self.env))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayOptions:
+    """Which tasks are played and how: what ``tandem train`` and ``tandem work`` have in common."""
+
+    model: str
+    """Hugging Face id or a local folder."""
+    env: Environment | None = field(default=None, metadata={"category": "envs", "unless": ("envs",)})
+    """Where tasks come from."""
+    envs: Mapping[str, EnvSource] = field(default_factory=dict, metadata={"entries": EnvSource})
+    """Several environments instead, by name: a weight, or a mapping of env, rewards, weight and min_share."""
+    rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"category": "rewards", "weighted": True})
+    """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
+    group_size: int = bounded(8, least=2)
+    """Answers sampled per task."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How answers to train on are sampled."""
+    truncated: Literal["keep", "mask", "penalise"] = "keep"
+    """Answers cut by a length limit: train on them as they are, leave their tokens out, or lower their reward."""
+    truncated_penalty: float = bounded(1.0)
+    """What truncated: penalise subtracts from the reward."""
+    zero_variance_groups: Literal["drop", "keep"] = "drop"
+    """Groups whose rewards are all equal: sample another, or train on them (their advantage is 0)."""
+    context: int | None = bounded(None, least=2)
+    """Most tokens of a prompt and its answer together; null: the model's own limit."""
+    chat_template: str | None = None
+    """Jinja chat template, as text or the path of a file; null: the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
+    seed: int = 0
+    """Fixes task order and, of a run, sampling and initialisation."""
+    grading: sections.GradingOptions = field(default_factory=sections.GradingOptions)
+    """Processes that compute rewards."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """How long it may stand still."""
+
+    def __post_init__(self) -> None:
+        if not self.rewards and self.env is not None:
+            object.__setattr__(self, "rewards", default_rewards(self.env))
+
+    def checks(self) -> dict[str, tuple[bool, str]]:
+        """Checks of these options, for ``require``."""
+        return {
+            "model": (bool(self.model.strip()), "a Hugging Face id or a folder"),
+            "envs": ((wrong := fault(self.env, self.envs)) is None, wrong or ""),
+            "rewards": (not (self.envs and self.rewards), "given in each entry of envs, which has rewards of its own"),
+            **sections.sampling_checks(self.sampling),
+        }
 
 
 def exactly(number: float) -> Fraction:

@@ -76,9 +76,9 @@ class Items:
 Tree = Leaf | Branch | Items
 
 
-def within(key: str, leaf: Leaf) -> Branch:
+def within(key: str, value: Leaf | Items) -> Branch:
     """The mapping that a single value stands for, where it is this option of it."""
-    return Branch(entries={key: leaf}, key_where={key: leaf.where}, where=leaf.where)
+    return Branch(entries={key: value}, key_where={key: value.where}, where=value.where)
 
 
 class Problems:

@@ -8,39 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
 
 from tandem.config import override
-from tandem.config.build import Builder, RewardSpec
+from tandem.config.build import Builder
 from tandem.config.loading import RunConfig, parsed
-from tandem.config.sections import GradingOptions, sampling_checks
-from tandem.config.sources import EnvSource, default_rewards, fault
-from tandem.config.tree import Branch, Items, Leaf, Problems, Tree, from_plain
-from tandem.envs.base import Environment
+from tandem.config.sections import BrokerAt
+from tandem.config.sources import EnvSource, PlayOptions
+from tandem.config.tree import Branch, Leaf, Problems, from_plain
 from tandem.errors import bounded, check_bounds, require
-from tandem.observability.watchdog import Timeouts
-from tandem.types import Json, Sampling
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerAt:
-    """The broker that groups are handed in to."""
-
-    url: str
-    """Its address, such as http://127.0.0.1:8000: Tandem's or Atropos'."""
-    key_variable: str = ""
-    """Environment variable with its API key; empty: none is sent."""
-
-    def __post_init__(self) -> None:
-        require(url=(self.url.startswith(("http://", "https://")), "an address that begins with http:// or https://"))
+from tandem.types import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesAt:
     """The engines that answers are sampled from; requests go to the one with the fewest under way."""
 
-    urls: tuple[str, ...]
-    """Their addresses: of Tandem's engines, of servers with Atropos' /generate, or of stock vLLM."""
+    urls: str | tuple[str, ...]
+    """Their addresses, or the one: of Tandem's engines, of servers with Atropos' /generate, or of stock vLLM."""
     model: str | None = None
     """What they call the model; null: as it is called here."""
     api_key_variable: str = ""
@@ -49,6 +33,8 @@ class EnginesAt:
     """How long one answer may take."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.urls, str):
+            object.__setattr__(self, "urls", (self.urls,))
         http = all(url.startswith(("http://", "https://")) for url in self.urls)
         require(
             urls=(bool(self.urls) and http, "addresses that begin with http:// or https://"),
@@ -56,46 +42,16 @@ class EnginesAt:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+@dataclass(frozen=True, kw_only=True)
+class Work(PlayOptions):
     """Environments that play for a broker."""
 
-    model: str
-    """Hugging Face id or folder, whose tokenizer and chat template are used."""
     broker: BrokerAt = field(metadata={"shorthand": "url"})
     """Where groups go: an address, or a mapping."""
     engine: EnginesAt = field(metadata={"shorthand": "urls"})
     """Where answers are sampled: an address, a list of them, or a mapping."""
-    env: Environment | None = field(default=None, metadata={"category": "envs", "unless": ("envs",)})
-    """Where tasks come from."""
-    envs: Mapping[str, EnvSource] = field(default_factory=dict, metadata={"entries": EnvSource})
-    """Several environments instead, by name; each is one of its own to the broker."""
     env_name: str | None = None
     """The one entry of envs that is played; null: all of them."""
-    rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"category": "rewards", "weighted": True})
-    """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
-    group_size: int = bounded(8, least=2)
-    """Answers sampled per task."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """How answers are sampled."""
-    truncated: Literal["keep", "mask", "penalise"] = "keep"
-    """Answers cut by a length limit: train on them as they are, leave their tokens out, or lower their reward."""
-    truncated_penalty: float = bounded(1.0)
-    """What truncated: penalise subtracts from the reward."""
-    zero_variance_groups: Literal["drop", "keep"] = "drop"
-    """Groups whose rewards are all equal: left out, or handed in."""
-    context: int | None = bounded(None, least=2)
-    """Most tokens of a prompt and its answer together; null: the model's own limit."""
-    seed: int = 0
-    """Fixes task order."""
-    chat_template: str | None = None
-    """Jinja chat template, as text or the path of a file; null: the tokenizer's own."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
-    grading: GradingOptions = field(default_factory=GradingOptions)
-    """Processes that compute rewards."""
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    """How long the work may stand still."""
     n: int = bounded(16, least=1)
     """Groups played at once, at most."""
     ahead: float = bounded(3.0, least=1)
@@ -116,19 +72,15 @@ class Work:
     def __post_init__(self) -> None:
         check_bounds(self)
         require(
-            model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
             env=(bool(self.env or self.envs), "given, such as gsm8k (tandem list envs), or envs"),
-            envs=((wrong := fault(self.env, self.envs)) is None, wrong or ""),
             env_name=(
                 self.env_name is None or self.env_name in self.envs,
                 f"an entry of envs ({', '.join(self.envs) or 'there is none'}), or null",
             ),
-            rewards=(not (self.envs and self.rewards), "given in each entry of envs, which has rewards of its own"),
             group_seconds=(self.group_seconds > 0, "above 0 (seconds)"),  # inf: no limit
-            **sampling_checks(self.sampling),
+            **self.checks(),
         )
-        if not self.rewards and self.env is not None:
-            object.__setattr__(self, "rewards", default_rewards(self.env))
+        super().__post_init__()
 
     @property
     def sources(self) -> Mapping[str, EnvSource]:
@@ -174,8 +126,6 @@ def _built(tree: Branch, overrides: Sequence[str], source: str, problems: Proble
     for name in [name for name in tree.entries if name in trainers]:
         problems.add(tree.key_where[name], f"{name!r} is an option of the trainer alone (tandem train); leave it out")
         del tree.entries[name]
-    if "engine" in tree.entries:
-        tree.put("engine", _engines(tree.entries["engine"]), tree.key_where["engine"])
     built = Builder(problems).dataclass(Work, tree, "")
     problems.raise_if_any(source)
     assert isinstance(built, Work)
@@ -203,12 +153,3 @@ def _of_the_environment(tree: Branch) -> Branch:
         if name not in trainers and not empty and not kind:
             kept.put(name, kept_value, tree.key_where[name])
     return kept
-
-
-def _engines(tree: Tree) -> Tree:
-    """An address or a list of addresses as the mapping that it stands for."""
-    branch = tree if isinstance(tree, Branch) else Branch(where=tree.where)
-    urls = branch.entries.get("urls") if tree is branch else tree
-    if urls is not None:
-        branch.put("urls", Items(items=(urls,), where=urls.where) if isinstance(urls, Leaf) else urls, urls.where)
-    return branch

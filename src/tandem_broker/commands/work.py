@@ -143,7 +143,7 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
             longest_prompt(list(islice(tasks[name], FIRST_PROMPTS)), template, context)
     broker_key = key_in(config.broker.key_variable, "broker.key_variable")
     remote = RemoteEngines(
-        urls=config.engine.urls,
+        urls=tuple(config.engine.urls),
         model=config.engine.model or config.model,
         key=key_in(config.engine.api_key_variable, "engine.api_key_variable"),
         request_seconds=config.engine.request_seconds,
