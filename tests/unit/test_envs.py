@@ -54,15 +54,16 @@ def test_arithmetic_question_stays_in_its_split_whatever_the_options() -> None:
 
 
 def test_arithmetic_worked_examples_are_turns_and_are_not_posed() -> None:
-    env = Arithmetic(examples=2, system="Be brief.", instruction="Only the number.", reply="{answer}")
+    env = Arithmetic(examples=2, system="Be brief.", instruction="Only the number.")
     task = env.tasks("train")[0]
     assert [m.role for m in task.prompt] == ["system", "user", "assistant", "user", "assistant", "user"]
     assert task.prompt[1].content.endswith("?\nOnly the number.")
     shown = task.prompt[1].content
-    assert evaluate(shown.removeprefix("What is ").partition("?")[0]).value == int(task.prompt[2].content)
+    expression, _, answer = task.prompt[2].content.partition(" = ")
+    assert (expression, evaluate(expression).value) == (shown.removeprefix("What is ").partition("?")[0], int(answer))
     for split in ("train", "test"):
         assert all(task.prompt[-1].content != shown for task in env.tasks(split))  # type: ignore[arg-type]
-    assert env.check(task) == task.answer
+    assert env.check(task) == f"{task.meta['expression']} = {task.answer}"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,6 @@ def test_arithmetic_worked_examples_are_turns_and_are_not_posed() -> None:
         ({"terms": 1}, "terms must be"),
         ({"terms": 10**30}, "terms must be from 2 to 60"),
         ({"prompt": "What?"}, "prompt must contain"),
-        ({"reply": "?"}, "reply must contain"),
         ({"test_share": 1.0}, "test_share must be"),
         ({"size": 0}, "size must be"),
         ({"terms": 9, "max_number": 999}, "10\\^18"),
@@ -156,8 +156,8 @@ def test_calculator_answers_a_call() -> None:
 
 
 def test_calculator_mistake_becomes_a_reply() -> None:
-    messages, metrics = play(Calculator(role="tool"), "<calc>1/0</calc>", "<calc>import os</calc>", "Hm. 3")
-    assert messages[1] == ("tool", "<error>division by zero</error>")
+    messages, metrics = play(Calculator(), "<calc>1/0</calc>", "<calc>import os</calc>", "Hm. 3")
+    assert messages[1] == ("user", "<error>division by zero</error>")
     assert messages[3][1].startswith("<error>only numbers")
     assert metrics == {"tool_calls": 2.0, "tool_errors": 2.0}
 

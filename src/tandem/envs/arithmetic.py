@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.envs._sums import SumTasks, worth
 from tandem.envs.base import Split
 from tandem.envs.data.split import Tasks, opening, some
-from tandem.errors import ConfigError, bounded
+from tandem.errors import bounded
 from tandem.types import Message, Task
 
 
@@ -22,13 +22,6 @@ class Arithmetic(SumTasks):
     """System message; empty: none."""
     examples: int = bounded(0)
     """Worked examples before every question, as earlier turns of the chat; they are not trained on themselves."""
-    reply: str = "{expression} = {answer}"
-    """How worked examples are answered; {expression} and {answer} are filled in."""
-
-    def __post_init__(self) -> None:
-        if "{answer}" not in self.reply:
-            raise ConfigError(f"reply must contain {{answer}}, got {self.reply!r}")
-        super().__post_init__()
 
     def tasks(self, split: Split) -> Sequence[Task]:
         drawn = self.draw("train")
@@ -43,18 +36,11 @@ class Arithmetic(SumTasks):
         return Tasks(some(rows, self.name, split, remedy), task)
 
     def check(self, task: Task) -> str:
-        return self._answered(task.meta["expression"], task.answer)
+        return f"{task.meta['expression']} = {task.answer}"
 
     def _opening(self, expression: str) -> tuple[Message, ...]:
         return opening(self.question(expression), self.system, self.instruction)
 
     def _worked(self, expression: str) -> tuple[Message, Message]:
-        answer = self._answered(expression, worth(expression))
+        answer = f"{expression} = {worth(expression)}"
         return self._opening(expression)[-1], Message(role="assistant", content=answer)
-
-    def _answered(self, expression: str, answer: str) -> str:
-        return self.reply.replace("{expression}", expression).replace("{answer}", answer)
-
-    def inert(self) -> Mapping[str, str]:
-        """Options that change nothing, and why."""
-        return {} if self.examples else {"reply": "there are no worked examples"}

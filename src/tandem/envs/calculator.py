@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from tandem.envs._sums import SumTasks
 from tandem.envs.base import Chat, Split
@@ -36,8 +35,6 @@ class Calculator(SumTasks):
     """System message that explains the tool; empty: none."""
     max_turns: int = bounded(3, least=1)
     """Most times the policy speaks; a call in the last turn is not answered."""
-    role: Literal["user", "tool"] = "user"
-    """Role of the calculator's messages; every chat template accepts user."""
     test_share: float = bounded(0.1, below=1)
     """Share of questions held out."""
 
@@ -62,7 +59,7 @@ class Calculator(SumTasks):
             errors += not understood
             if turn == self.max_turns or not chat.open:
                 break
-            chat.add(Message(role=self.role, content=result))
+            chat.add(Message(role="user", content=result))
         return {"tool_calls": float(calls), "tool_errors": float(errors)}
 
     def check(self, task: Task) -> str:
