@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem_broker.protocol.submission import GroupEntry
 from tandem_broker.queue import formation
-from tandem_broker.queue.tenants import ANONYMOUS, Item, Tenant
+from tandem_broker.queue.tenants import ANONYMOUS, Item, Tenant, minimums
 
 TENANT = Tenant(env_id=None, spec=ANONYMOUS, name="", heard=0.0)
 SIZES = st.lists(st.integers(1, 9), max_size=10)
@@ -126,7 +126,7 @@ def test_packs_fill_up_the_largest_size() -> None:
 )
 def test_minimums(batch: int, shares: dict[int, float], needs: dict[int, int]) -> None:
     """A share too small for one sequence needs none; more than a batch together is scaled down."""
-    assert formation.minimums(batch, shares) == needs
+    assert minimums(batch, shares) == needs
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ def test_after_a_reset_running_environments_live_on_and_ids_are_not_reused() -> 
     assert new != old
     assert store.status_env(new, 0.0).unallocated_fraction == 1.0  # the old one has not spoken
     assert store.status_env(old, 0.0).unallocated_fraction == 0.5
-    assert store.status(0.0)["envs"][-1]["name"] == "e_1"
+    assert [env["name"] for env in store.status(0.0)["envs"]] == ["e_0", "e_1", "anonymous"]
 
 
 def test_the_same_identity_is_the_same_environment() -> None:

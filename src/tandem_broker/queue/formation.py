@@ -8,31 +8,18 @@ of one size the older always goes first. For groups of equal size this is plain 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Protocol, TypeVar
 
+from tandem_broker.queue.tenants import Item
 
-class Sized(Protocol):
-    """Something with a place in the order of arrival and a size."""
-
-    @property
-    def order(self) -> int:
-        """Place in the order of arrival; unique."""
-
-    @property
-    def size(self) -> int:
-        """Sequences, at least 1."""
-
-
-T = TypeVar("T", bound=Sized)
 BY_ORDER = attrgetter("order")
 
 
-def earliest(items: Iterable[T], total: int) -> list[T] | None:
+def earliest(items: Iterable[Item], total: int) -> list[Item] | None:
     """The selection of ``items`` (in arrival order) that adds up to exactly ``total`` and takes the oldest; or None."""
-    pool: list[T] = []
+    pool: list[Item] = []
     seen: Counter[int] = Counter()
     gathered = 0
     for item in items:  # more of a size than could fit can never be needed
@@ -55,14 +42,14 @@ def earliest(items: Iterable[T], total: int) -> list[T] | None:
     return taken
 
 
-def in_packs(items: Sequence[T]) -> list[T]:
+def in_packs(items: Sequence[Item]) -> list[Item]:
     """Smaller groups gathered until they fill up the largest size, packs in the order in which they became full.
 
     A trainer that cuts a batch into pieces of the largest size in this order seldom cuts through a group.
     """
     largest = max((item.size for item in items), default=0)
-    waiting: dict[int, list[T]] = {}
-    packed: list[T] = []
+    waiting: dict[int, list[Item]] = {}
+    packed: list[Item] = []
     for item in items:
         pack = waiting.setdefault(item.size, [])
         pack.append(item)
@@ -71,19 +58,7 @@ def in_packs(items: Sequence[T]) -> list[T]:
     return packed + sorted((item for pack in waiting.values() for item in pack), key=BY_ORDER)
 
 
-def minimums(batch_size: int, shares: Mapping[int, float]) -> dict[int, int]:
-    """Least sequences of each environment in a batch, without those that need none.
-
-    Together more than a batch: all are scaled down alike, but to one sequence (so one group) at least.
-    """
-    least_sequences = {env: need for env, share in shares.items() if (need := int(batch_size * share)) > 0}
-    total = sum(least_sequences.values())
-    if total > batch_size:
-        least_sequences = {env: max(1, need * batch_size // total) for env, need in least_sequences.items()}
-    return least_sequences
-
-
-def batch(total: int, reserved: Sequence[tuple[int, Sequence[T]]], others: Sequence[T]) -> list[T] | None:
+def batch(total: int, reserved: Sequence[tuple[int, Sequence[Item]]], others: Sequence[Item]) -> list[Item] | None:
     """Groups that add up to exactly ``total`` with at least ``need`` sequences out of each reserved line; or None.
 
     Each minimum is taken from the oldest of its line, and the rest from the oldest of everything that is left.
@@ -93,7 +68,7 @@ def batch(total: int, reserved: Sequence[tuple[int, Sequence[T]]], others: Seque
         reserved: ``(need, groups in arrival order)`` of each environment with a minimum.
         others: all other groups, in arrival order.
     """
-    taken: list[T] = []
+    taken: list[Item] = []
     left = total
     for need, line in reserved:
         for item in line:

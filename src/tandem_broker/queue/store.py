@@ -37,12 +37,12 @@ class GroupQueue:
         """Of groups and leases, as ``status`` tells them."""
         self.order = 0
         """Place of the next group in the order of arrival."""
-        self._begin(Tenants(self.options, self.journal))
+        self.tenants = Tenants(self.options, self.journal)
+        self._begin()
 
-    def _begin(self, tenants: Tenants) -> None:
-        """Nothing is queued, out or known but these environments."""
-        self.tenants = tenants
-        self.waiting = WaitingGroups(tenants, self.journal, self.options)
+    def _begin(self) -> None:
+        """Nothing is queued, out or known but the environments."""
+        self.waiting = WaitingGroups(self.tenants, self.journal, self.options)
         self.leases: dict[str, records.BatchLease] = {}
         """Those that are out, by name."""
         self.over: OrderedDict[str, records.BatchLease] = OrderedDict()
@@ -81,10 +81,12 @@ class GroupQueue:
 
     def reset(self) -> None:
         """Forget run, queue, batches and step. Environments that speak again keep their ids; ids are not reused."""
-        self.counts["dropped"] += len(self.waiting.items)
-        self._begin(self.tenants.after_reset())
+        self._drop(list(self.waiting.items.values()))
+        self.tenants.batch_size = 0
+        self._begin()
         self.journal.cleared()
         for tenant in self.tenants.by_id.values():
+            tenant.live = False
             self.tenants.note(tenant)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -11,7 +11,6 @@ import msgspec
 
 from tandem_broker.protocol.messages import EnvRegistration, EnvStatus
 from tandem_broker.protocol.submission import GroupEntry
-from tandem_broker.queue.formation import minimums
 from tandem_broker.queue.records import Busy, Journal, State, StoreOptions
 
 WEIGHT_FLOOR = 0.01
@@ -168,16 +167,6 @@ class Tenants:
             del self.by_key[oldest.key]
         self.journal.noted(f"env:{oldest.env_id}", None)
 
-    def after_reset(self) -> Tenants:
-        """All connected environments, none of which takes part until heard again; ids go on."""
-        fresh = Tenants(self.options, self.journal)
-        for old in self.by_id.values():
-            if old.connected:
-                same = {name: getattr(old, name) for name in ("env_id", "spec", "name", "heard", "key", "owner")}
-                fresh.add(Tenant(**same, live=False))
-        fresh.next_id = self.next_id
-        return fresh
-
     def hear(self, tenant: Tenant, now: float) -> None:
         """It spoke: it takes part (again), unless it said goodbye."""
         tenant.heard = now
@@ -217,3 +206,15 @@ class Tenants:
             unallocated_fraction=1.0 - min(1.0, sum(t.share for t in live)),
             env_weight=max(WEIGHT_FLOOR, tenant.pull / total if total else 0.0),
         )
+
+
+def minimums(batch_size: int, shares: Mapping[int, float]) -> dict[int, int]:
+    """Least sequences of each environment in a batch, without those that need none.
+
+    Together more than a batch: all are scaled down alike, but to one sequence (so one group) at least.
+    """
+    least_sequences = {env: need for env, share in shares.items() if (need := int(batch_size * share)) > 0}
+    total = sum(least_sequences.values())
+    if total > batch_size:
+        least_sequences = {env: max(1, need * batch_size // total) for env, need in least_sequences.items()}
+    return least_sequences
