@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from tandem import hub, machine
 from tandem.api.card import model_card
 from tandem.api.targets import recipe_of, weights_of
-from tandem.config.tree import Problems, parse, plain
 from tandem.errors import CheckpointError, ConfigError
+from tandem.observability.report.folder import load
 
 
 def export(run: Path, destination: Path, step: int | None, merge: bool) -> str:
@@ -60,7 +60,7 @@ def write_model(run: Path, folder: Path, step: int | None = None, merge: bool = 
     if merge and weights.name != "adapter":
         raise ConfigError(f"{weights} is a whole model already; leave out --merge")
     if merge:
-        _merge(recipe_of(run), weights, folder)
+        _merge(run, weights, folder)
     else:
         shutil.copytree(weights, folder, dirs_exist_ok=True)
     whole = merge or weights.name == "model"
@@ -95,7 +95,6 @@ def push(
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     recipe_of(run)
     weights_of(run, step)  # before a repository is made for it
@@ -104,7 +103,6 @@ def push(
     lost: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
     with tempfile.TemporaryDirectory() as folder:
         try:
-            validate_repo_id(repository)
             if reason := hub.away():
                 raise ConfigError(f"cannot push to {repository}: {reason}")
             made = api.create_repo(repository, private=private, exist_ok=True)
@@ -117,23 +115,15 @@ def push(
     return str(made)
 
 
-def _merge(recipe: Path, adapter: Path, destination: Path) -> None:
-    """Add the adapter to the weights it was trained on, and write the sum.
-
-    Of the recipe the model is read alone: no code that it names is imported.
-
-    Raises:
-        ConfigError: it does not say which model that was.
-    """
+def _merge(run: Path, adapter: Path, destination: Path) -> None:
+    """Add the adapter to the weights it was trained on, and write the sum; no code that a recipe names is imported."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    options = plain(tree) if (tree := parse(recipe.read_text(encoding="utf-8"), str(recipe), Problems())) else None
-    if not isinstance(options, dict) or not isinstance(model := options.get("model"), str):
-        raise ConfigError(f"{recipe} names no model, which the adapter would be merged into")
-    dtype = torch.float32 if options.get("dtype") == "float32" else torch.bfloat16
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=False)
+    config = load(run).config
+    dtype = torch.float32 if config.get("dtype") == "float32" else torch.bfloat16
+    base = AutoModelForCausalLM.from_pretrained(config["model"], dtype=dtype, trust_remote_code=False)
     merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
     merged.save_pretrained(destination)
     AutoTokenizer.from_pretrained(adapter, trust_remote_code=False).save_pretrained(destination)
