@@ -150,7 +150,8 @@ def test_a_run_or_a_hub_that_is_not_there_is_named_before_anything_is_made(train
         push(trained, "me/a")
 
 
-def test_a_refusal_of_the_hub_says_how_to_log_in(trained: Path) -> None:
+def test_a_refusal_of_the_hub_says_how_to_log_in(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.hub.away", lambda: "")
     with pytest.raises(ConfigError, match=r"cannot push to a/b/c: .*; log in by: hf auth login"):
         push(trained, "a/b/c")
 
