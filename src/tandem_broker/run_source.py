@@ -24,6 +24,7 @@ from tandem.engines.base import Engine, ReportsChecksums
 from tandem.errors import BrokerError, Deadline, Starved, message_of
 from tandem.metrics import Sum, Value, merge
 from tandem.observability import waits
+from tandem.observability.answers import change
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.wandb import Wandb
 from tandem.printable import named
@@ -32,7 +33,7 @@ from tandem.rollout.source import Batch, DataState, Draw
 from tandem.rollout.template import Template
 from tandem.rollout.turns import differing
 from tandem.trainer.environments import StepCounter, dropped
-from tandem.types import Group, Rollout, Sampling
+from tandem.types import Group, Rollout
 from tandem_broker.client import Connection, NotRegistered, TakenBatch, TrainerClient, key_in
 from tandem_broker.protocol.convert import Notes, Rules, group_from_wire, sequences
 from tandem_broker.protocol.messages import RunParameters, ScoredGroup
@@ -91,16 +92,13 @@ def broker_source(
     )
     return BrokerSource(
         broker=TrainerClient(Connection(options.url, key_in(options.key_variable, "broker.key_variable"))),
+        config=config,
         run=_parameters(config, folder, context),
         version=trained.current,
         on_drop=dropped(config, trained, telemetry),
         failure=lambda: engine.failure,
-        groups_per_step=config.groups_per_step,
-        max_lag=config.max_lag,
-        drop_zero_variance=config.zero_variance_groups == "drop",
         lease_seconds=options.lease_seconds,
         rules=rules,
-        sampling=config.sampling,
     )
 
 
@@ -124,6 +122,8 @@ class BrokerSource:
 
     broker: TrainerClient
     """Where they come from; opened with the source."""
+    config: RunConfig
+    """Of the run."""
     run: RunParameters
     """What the broker is told of the run, but for its step."""
     version: Callable[[], int]
@@ -132,18 +132,10 @@ class BrokerSource:
     """Told of every dropped group and why: zero_variance, stale or failed."""
     failure: Callable[[], Exception | None]
     """Error after which no engine samples from the policy, so that no more groups come; None while one does."""
-    groups_per_step: int
-    """Groups in a batch, where environments send groups of the recipe's size."""
-    max_lag: int
-    """Most optimizer steps between the weights that sampled a token and those it trains."""
-    drop_zero_variance: bool
-    """Leave out groups whose rewards are all equal."""
     lease_seconds: float
     """How long the broker waits for a trainer that says nothing more; what is held is renewed long before."""
     rules: Rules
     """How a group is read."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """How the run computes logprobs; a group that says that it was sampled otherwise is an error."""
     poll_seconds: float = 0.25
     """Between two questions for a batch that is not there yet."""
     max_dropped_batches: int = 50
@@ -262,7 +254,7 @@ class BrokerSource:
             try:
                 # A broker that knows how old a group is leaves stale ones out itself: its batches are then whole.
                 lease, policy = self.lease_seconds, self.version()
-                if taken := await self.broker.batch(lease=lease, policy=policy, max_lag=self.max_lag):
+                if taken := await self.broker.batch(lease=lease, policy=policy, max_lag=self.config.max_lag):
                     return taken
             except NotRegistered as error:
                 log.warning("%s; registering again", error)
@@ -321,11 +313,11 @@ class BrokerSource:
             BrokerError: it was not.
         """
         for settings in (scored.generation_params, scored.group_overrides, *(scored.overrides or ())):
-            if isinstance(settings, Mapping) and (name := differing(self.sampling, settings)) is not None:
+            if isinstance(settings, Mapping) and (name := differing(self.config.sampling, settings)) is not None:
                 whose = named(str((scored.group_overrides or {}).get("tandem_env") or scored.env_id))
                 raise BrokerError(
                     f"environment {whose} samples with {name} {settings[name]}, and this run computes logprobs with "
-                    f"{getattr(self.sampling, name):g}; give both the same sampling.{name}"
+                    f"{getattr(self.config.sampling, name):g}; give both the same sampling.{name}"
                 )
 
     def _count(self, notes: Notes, malformed: Sequence[str], arrived: Sequence[Group]) -> None:
@@ -353,7 +345,7 @@ class BrokerSource:
         if self._is_stale(group):
             return "stale"
         teaches = (has_advantages or not group.zero_variance) and any(rollout.trained for rollout in group.scored)
-        return "zero_variance" if self.drop_zero_variance and not teaches else None
+        return "zero_variance" if self.config.zero_variance_groups == "drop" and not teaches else None
 
     def _drop_stale(self) -> None:
         """Groups that have waited here for too long."""
@@ -362,17 +354,18 @@ class BrokerSource:
             self._drop("stale", group)
 
     def _is_stale(self, group: Group) -> bool:
-        return self.version() - group.version_min > self.max_lag
+        return self.version() - group.version_min > self.config.max_lag
 
     def _drop(self, reason: str, group: Group) -> None:
         self._measured += [measure([group], full_marks), {f"groups/dropped_{reason}": Sum(1.0)}]
         self.on_drop(reason, group)
-        self._untrained(1, lambda: _advice(reason, group, self.version()))
+        most = self.config.sampling.max_tokens
+        self._untrained(1, lambda: f"{reason}); of the last one, {group.id}: {change([(reason, group)], most)}")
 
     def _untrained(self, count: int, why: Callable[[], str]) -> None:
         """So many more in a row; raises Starved, which says why, when there are too many."""
         self._in_a_row += count
-        if self._in_a_row > self.max_dropped_batches * self.groups_per_step:
+        if self._in_a_row > self.max_dropped_batches * self.config.groups_per_step:
             raise Starved(f"{self._in_a_row} groups in a row from the broker could not be trained on ({why()}")
 
     def _batch(self) -> list[Group] | None:
@@ -390,15 +383,3 @@ class BrokerSource:
 def full_marks(rollout: Rollout) -> bool:
     """True if its first reward is at least 1: what a right answer gets where the recipe names no rewards."""
     return next(iter(rollout.rewards.values()), 0.0) >= 1.0 - 1e-9
-
-
-def _advice(reason: str, group: Group, step: int) -> str:
-    """Why the last group was dropped, and what to do."""
-    advice = {
-        "stale": f"it was sampled at step {group.version_min if group.scored else '?'} and training is at {step}: "
-        "raise max_lag, or let fewer environments run ahead",
-        "zero_variance": f"its rewards are {[r.reward for r in group.rollouts]}: make the task easier or harder, or "
-        "keep such groups (zero_variance_groups: keep)",
-        "failed": f"first failure: {next((r.error for r in group.rollouts if r.error), 'too few sequences')}",
-    }
-    return f"{reason}); of the last one, {group.id} of {group.env}, {advice[reason]}"

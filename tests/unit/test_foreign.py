@@ -7,7 +7,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -51,6 +51,11 @@ RUN = RunParameters(
     starting_step=0,
     num_steps=9,
 )
+CONFIG = from_options(
+    {"model": "m", "steps": 9, "broker": "http://b:1", "groups_per_step": 2, "max_lag": 2, "dtype": "float32"},
+    [],
+    Path(),
+).config
 
 
 def sent(name: str, *scores: float, version: int | None = None, **changed: Any) -> ScoredGroup:
@@ -156,17 +161,14 @@ class Trainer:
 
     def source(self, **options: Any) -> BrokerSource:
         rules = {name: options.pop(name) for name in ("env_advantages", "policy_logprobs") if name in options}
-        defaults = {
-            "groups_per_step": 2,
-            "max_lag": 2,
-            "drop_zero_variance": True,
-            "lease_seconds": 60.0,
-        }
-        groups = options.get("groups_per_step", defaults["groups_per_step"])
+        bounds = {name: options.pop(name) for name in ("max_dropped_batches",) if name in options}
+        config = replace(CONFIG, **options)
         return BrokerSource(
             broker=self.broker,
-            run=msgspec.structs.replace(RUN, batch_size=2 * groups),
-            **{**defaults, **options},
+            config=config,
+            run=msgspec.structs.replace(RUN, batch_size=2 * config.groups_per_step),
+            lease_seconds=60.0,
+            **bounds,
             rules=Rules(**rules),
             poll_seconds=0.0,
             version=lambda: self.step,
@@ -306,7 +308,7 @@ def test_a_run_looks_at_its_own_engine(tmp_path: Path) -> None:
     engine.fleet = SimpleNamespace(failure=None)  # type: ignore[assignment]
     parts: dict[str, Any] = {"folder": tmp_path, "template": template, "trained": StepCounter(0), "telemetry": None}
     source = broker_source(config, context=64, vocabulary=9, engine=engine, **parts)
-    assert source.sampling == config.sampling == Sampling(top_k=5)
+    assert source.config.sampling == Sampling(top_k=5)
     assert source.failure() is None
     engine.fleet.failure = EngineError("it is gone")
     assert source.failure() is engine.fleet.failure
@@ -475,7 +477,7 @@ def test_a_group_that_waits_here_ages_too() -> None:
     ("bad", "reason", "advice"),
     [
         (sent("x", version=0), "stale", "raise max_lag"),
-        (sent("x", 1.0, 1.0, version=9), "zero_variance", "zero_variance_groups: keep"),
+        (sent("x", 1.0, 1.0, version=9), "zero_variance", "answers to a task are all alike"),
         (sent("x", masks=[[-100] * 3] * 2, version=9), "failed", "every token is masked"),
     ],
 )
@@ -489,7 +491,7 @@ def test_starved_says_why_and_what_to_do(bad: ScoredGroup, reason: str, advice: 
 def test_flat_groups_are_kept_if_the_recipe_says_so() -> None:
     broker = Local()
     broker.put(sent("zero_variance", 1.0, 1.0), sent("ok"))
-    assert taken(broker, 1, drop_zero_variance=False)[0] == [["zero_variance", "ok"]]
+    assert taken(broker, 1, zero_variance_groups="keep")[0] == [["zero_variance", "ok"]]
 
 
 def test_given_advantages_need_no_siblings_and_no_rewards_that_differ() -> None:
@@ -682,7 +684,7 @@ def test_what_is_held_is_renewed_until_the_end_even_after_an_outage(
     monkeypatch.setattr(asyncio, "sleep", passing)
 
     async def go() -> None:
-        async with Trainer(broker).source(lease_seconds=60.0).open(DataState()) as source:
+        async with Trainer(broker).source().open(DataState()) as source:
             await source.take()
             while broker.now < 300:
                 await wait(0)
