@@ -24,34 +24,15 @@ from tandem.rollout.group_runner import GroupRunner, PostprocessRewards
 from tandem.rollout.source import Draw
 from tandem.rollout.task_sampler import TaskOrder
 from tandem.rollout.turns import unrecorded_options
-from tandem.types import Group, Sampling, Task
+from tandem.types import Group, Task
 from tandem_broker.client import EnvClient, Receipt, RequestRefused
+from tandem_broker.commands.recipe import Work
 from tandem_broker.protocol.messages import EnvStatus, Info
 
 log = logging.getLogger(f"tandem.{__name__}")
 
 IN_A_ROW = 3
 """Groups that fail one after the other before giving up: what ails them is not theirs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayPace:
-    """Pace of an environment: how many groups it plays at a time, and when it ends."""
-
-    n: int
-    """Most groups played at once."""
-    ahead: float = 3.0
-    """Batches that may lie ready or be under way."""
-    total_steps: int | None = None
-    """Steps of the trainer after which to stop; None: as many as it said it would take."""
-    poll_seconds: float = 0.5
-    """Between two looks at the queue."""
-    drain_seconds: float = 30.0
-    """How long groups under way may take to finish after a stop; the rest is dropped."""
-    group_seconds: float = 1800.0
-    """How long one group may take; then it is dropped."""
-    log_seconds: float = 10.0
-    """Between two lines about how it goes."""
 
 
 @dataclass(slots=True)
@@ -81,18 +62,20 @@ class Producer:
     """What there is to play, in an order of its own for every registration."""
     client: EnvClient
     """The broker; open."""
-    sampling: Sampling
-    """How answers are sampled."""
+    config: Work
+    """What is played, how, and how much of it."""
     postprocess_rewards: PostprocessRewards
     """Adjusts rewards before a group is judged to be zero-variance."""
-    drop_zero_variance: bool
-    """Leave out groups whose rewards are all equal."""
-    pace: PlayPace
-    """How much is played."""
     limit: Callable[[int], None] = lambda tokens: None
     """Told the most tokens that the trainer takes of one sequence."""
     tally: GroupTally = field(default_factory=GroupTally)
     """What became of it."""
+    poll_seconds: float = 0.5
+    """Between two looks at the queue."""
+    drain_seconds: float = 30.0
+    """How long groups under way may take to finish after a stop; the rest is dropped."""
+    log_seconds: float = 10.0
+    """Between two lines about how it goes."""
     _numbers: Iterator[int] = field(default_factory=count)
     _info: Info = field(default_factory=lambda: Info(batch_size=-1, max_token_len=-1))
     _info_of_registration: int = -1
@@ -124,7 +107,7 @@ class Producer:
                 playing.result()
             playing.cancel()
             if stop.is_set() and self._running:
-                seconds = self.pace.drain_seconds
+                seconds = self.drain_seconds
                 log.info("finishing %d groups, for %g s at most; Ctrl-C again drops them", len(self._running), seconds)
                 await asyncio.wait(self._running, timeout=seconds)
         finally:
@@ -149,7 +132,7 @@ class Producer:
             self._log_progress(status)
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.pace.poll_seconds):
+                async with asyncio.timeout(self.poll_seconds):
                     await self._changed.wait()
         raise self._failure
 
@@ -168,7 +151,7 @@ class Producer:
             log.warning("batches of %d are no multiple of group_size %d: others must fill them up", batch, self._size)
 
     def _is_finished(self, status: EnvStatus) -> bool:
-        most = self.pace.total_steps
+        most = self.config.total_steps
         if most is None and self.client.ticket is not None:
             most = self.client.ticket.num_steps
         return most is not None and most > 0 and status.current_step >= most
@@ -179,10 +162,10 @@ class Producer:
         if batch <= 0:
             return 0
         allowed = int(batch * min(1.0, status.unallocated_fraction + share))
-        room = int(self.pace.ahead * allowed / self._size) - status.queue_size
+        room = int(self.config.ahead * allowed / self._size) - status.queue_size
         # A guaranteed share is filled even while others fill the queue.
-        guaranteed = math.ceil(self.pace.ahead * int(batch * share) / self._size) - status.self_queue_size
-        most = max(1, round(self.pace.n * min(1.0, status.env_weight)))
+        guaranteed = math.ceil(self.config.ahead * int(batch * share) / self._size) - status.self_queue_size
+        most = max(1, round(self.config.n * min(1.0, status.env_weight)))
         return max(0, min(most, max(room, guaranteed)))
 
     def _start(self) -> None:
@@ -216,13 +199,15 @@ class Producer:
         Raises:
             Deadline: it took longer than ``group_seconds``, or one of its waits too long; names both parts.
         """
-        seconds, worker = self.pace.group_seconds, f"tandem work {self.client.spec.desired_name}"
+        seconds, worker = self.config.group_seconds, f"tandem work {self.client.spec.desired_name}"
         async with waits.waiting(worker, "a whole group", on=f"rollouts group {name}") as wait:
             # While those that it waits for are there, so before it is cancelled.
             telling = asyncio.get_running_loop().call_later(seconds, wait.sentence)
             try:
                 async with asyncio.timeout(seconds):
-                    return await self.worker.run(task, id=name, index=draw, size=self._size, sampling=self.sampling)
+                    return await self.worker.run(
+                        task, id=name, index=draw, size=self._size, sampling=self.config.sampling
+                    )
             except TimeoutError as error:
                 raise Deadline(f"{wait.sentence()}; group_seconds is {seconds:g}", on=wait.on) from error
             finally:
@@ -246,7 +231,7 @@ class Producer:
             log.log(level, "group %s is left out: %d of %d answers have a reward: %s", group.id, len(rewards),
                     self._size, why)  # fmt: skip
             self.tally.groups["failed"] += 1
-        elif self.drop_zero_variance and group.zero_variance:
+        elif self.config.zero_variance_groups == "drop" and group.zero_variance:
             self.tally.groups["zero_variance"] += 1
         else:
             self.tally.groups["lost" if await self._submitted(group) == "lost" else "sent"] += 1
@@ -255,7 +240,7 @@ class Producer:
 
     async def _submitted(self, group: Group) -> Receipt:
         """Hand a group in, again where the broker put it off for too long: that it answers at all is seen elsewhere."""
-        key, options = f"{self._nonce}/{group.index}", unrecorded_options(self.sampling)
+        key, options = f"{self._nonce}/{group.index}", unrecorded_options(self.config.sampling)
         while True:
             try:
                 return await self.client.submit(group, key, options)
@@ -267,11 +252,11 @@ class Producer:
 
     def _log_progress(self, status: EnvStatus) -> None:
         now = time.monotonic()
-        if now - self._logged_at < self.pace.log_seconds:
+        if now - self._logged_at < self.log_seconds:
             return
         self._logged_at = now
         (num, total), self.tally.rewards = self.tally.rewards, (0, 0.0)
         mean = f"; mean reward {total / num:.3f}" if num else ""
-        queued = f"{status.queue_size} queued of {self.pace.ahead * max(0, self._info.batch_size) / self._size:g}"
+        queued = f"{status.queue_size} queued of {self.config.ahead * max(0, self._info.batch_size) / self._size:g}"
         log.info("%s at step %d: %s; %d being played, %s%s", self.client.spec.desired_name, status.current_step,
                  self.tally.line(), len(self._running), queued, mean)  # fmt: skip

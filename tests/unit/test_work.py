@@ -24,7 +24,7 @@ from tandem_broker.client import Connection, EnvClient
 from tandem_broker.commands import recipe as recipes
 from tandem_broker.commands import work
 from tandem_broker.commands.work import mask_truncated, play_by_flags
-from tandem_broker.producer import IN_A_ROW, PlayPace, Producer
+from tandem_broker.producer import IN_A_ROW, Producer
 from tandem_broker.protocol.messages import EnvRegistration, EnvStatus, Info
 from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
 
@@ -128,6 +128,9 @@ def test_mistakes_in_flags_are_told_before_an_engine_is_waited_for(
 # How much is played
 
 
+PLAYED = {"model": "m", "env": "arithmetic", "broker": "http://b:1", "engine": "http://e:1", "n": 3}
+
+
 class FakeWorker:
     """Plays at once, or when it is told to."""
 
@@ -155,17 +158,16 @@ class FakeWorker:
         return replace(make_group(id, answers), index=index)
 
 
-def producer(broker: FakeBroker, **pace: Any) -> Producer:
+def producer(broker: FakeBroker, **played: Any) -> Producer:
     spec = EnvRegistration(max_token_length=64, desired_name="made", weight=1.0, group_size=2)
     tasks = [Task(id=str(i), env="e", prompt=(Message(role="user", content="?"),), answer="") for i in range(5)]
     return Producer(
         worker=FakeWorker(),  # type: ignore[arg-type]
         tasks=TaskOrder(name="e", label="", tasks=tasks, seed=0),
         client=EnvClient(Connection(broker.url, retry=quick()), spec, key="k", poll=0.01),
-        sampling=Sampling(),
+        config=recipes.from_options({**PLAYED, **played}, [], "here"),
         postprocess_rewards=keep_rewards,
-        drop_zero_variance=True,
-        pace=PlayPace(**{"n": 3, "poll_seconds": 0.01, **pace}),
+        poll_seconds=0.01,
     )
 
 
@@ -219,7 +221,8 @@ def test_ends_at_the_trainers_last_step_and_drops_the_rest() -> None:
 def test_a_stop_finishes_what_is_under_way_or_drops_it_in_time() -> None:
     async def go() -> None:
         async with FakeBroker(ours=True) as broker:
-            made, stop = producer(broker, drain_seconds=0.05), asyncio.Event()
+            made, stop = producer(broker), asyncio.Event()
+            made.drain_seconds = 0.05
             worker_of(made).gate.clear()
             working = asyncio.create_task(started(made, stop))
             await until(lambda: worker_of(made).under_way == 3)
@@ -287,7 +290,7 @@ def test_groups_that_take_too_long_again_and_again_end_the_work() -> None:
             with pytest.raises(Deadline, match=r"<- a gate; group_seconds is 0\.05"):
                 await started(made, asyncio.Event())
             # The first late group of the last wave ends the work, with or without the others of that wave.
-            assert (IN_A_ROW - 1) * made.pace.n < made.tally.groups["failed"] <= IN_A_ROW * made.pace.n
+            assert (IN_A_ROW - 1) * made.config.n < made.tally.groups["failed"] <= IN_A_ROW * made.config.n
 
     async def mixed() -> None:
         async with FakeBroker(ours=True) as broker:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tandem.config.loading import RunConfig
-from tandem.config.sources import EnvSource
+from tandem.config.sources import EnvSource, PlayOptions
 from tandem.engines.base import Engine
 from tandem.envs.base import Split
 from tandem.envs.data import chats
@@ -227,7 +227,7 @@ class StepCounter:
         return self.step
 
 
-def postprocess(config: RunConfig) -> PostprocessRewards:
+def postprocess(config: PlayOptions) -> PostprocessRewards:
     """Postprocessing of a group's rewards, as the recipe says."""
     return penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else keep_rewards
 

@@ -24,7 +24,7 @@ from tandem.model.policy import load_config, load_tokenizer
 from tandem.observability import waits, watchdog
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout.gold import require_full_marks
-from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
+from tandem.rollout.group_runner import GroupRunner
 from tandem.rollout.task_sampler import TaskOrder
 from tandem.rollout.template import FIRST_PROMPTS, Template, longest_prompt
 from tandem.together import together
@@ -32,7 +32,7 @@ from tandem.trainer import environments
 from tandem.types import Group, Sampling
 from tandem_broker.client import Connection, EnvClient, key_in
 from tandem_broker.commands.recipe import Work, from_options, load
-from tandem_broker.producer import GroupTally, PlayPace, Producer
+from tandem_broker.producer import GroupTally, Producer
 from tandem_broker.protocol.messages import EnvRegistration
 from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
 from tandem_compat.atropos.environment import from_file, tokenizer_of, translate
@@ -149,7 +149,6 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
         request_seconds=config.engine.request_seconds,
         retry=RetryPolicy(max_seconds=5.0, give_up_seconds=config.give_up_seconds),
     )
-    pace = PlayPace(**{name: getattr(config, name) for name in ("n", "ahead", "total_steps", "group_seconds")})
     async with AsyncExitStack() as stack:
         opened = []
         for name, source in config.sources.items():
@@ -169,10 +168,8 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
                 ),
                 tasks=TaskOrder(name=name, label="", tasks=tasks[name], seed=config.seed),
                 client=client,
-                sampling=config.sampling,
-                postprocess_rewards=_postprocess_rewards(config),
-                drop_zero_variance=config.zero_variance_groups == "drop",
-                pace=pace,
+                config=config,
+                postprocess_rewards=mask_truncated if config.truncated == "mask" else environments.postprocess(config),
                 limit=engine.limit,
                 tally=tallies[name],
             )
@@ -194,12 +191,6 @@ def _warn_of_other_engines(engine: RemoteEngine, sampling: Sampling) -> None:
     if not engine.tells_versions and sampling != plain:
         remedy = "give vLLM --logprobs-mode processed_logprobs, or sample with temperature 1 and nothing cut off"
         log.warning("these engines are not Tandem's: %s", remedy)
-
-
-def _postprocess_rewards(config: Work) -> PostprocessRewards:
-    if config.truncated == "penalise":
-        return penalise_truncated(config.truncated_penalty)
-    return mask_truncated if config.truncated == "mask" else keep_rewards
 
 
 def mask_truncated(group: Group) -> Group:
