@@ -26,8 +26,8 @@ from tandem.rollout.task_sampler import TaskOrder
 from tandem.rollout.turns import unrecorded_options
 from tandem.types import Group, Task
 from tandem_broker.client import EnvClient, Receipt, RequestRefused
-from tandem_broker.commands.recipe import Work
 from tandem_broker.protocol.messages import EnvStatus, Info
+from tandem_broker.recipe import Work
 
 log = logging.getLogger(f"tandem.{__name__}")
 

@@ -19,8 +19,8 @@ import pytest
 from support.fake_broker import FakeBroker, quick, until
 from support.fake_engine import END, FakeEngine
 
+from tandem_broker import recipe as recipes
 from tandem_broker.client import Connection, TakenBatch, TrainerClient
-from tandem_broker.commands import recipe as recipes
 from tandem_broker.commands import work
 from tandem_broker.journal import Ledger
 from tandem_broker.producer import GroupTally

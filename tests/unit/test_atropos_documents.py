@@ -14,7 +14,7 @@ from tandem.config.loading import RunConfig, from_options
 from tandem.engines.vllm.spec import Vllm
 from tandem.trainer.pairs import check_pairs
 from tandem.transport import bridge
-from tandem_broker.commands.recipe import Work
+from tandem_broker.recipe import Work
 
 SYNC = {
     "none": "Restart",

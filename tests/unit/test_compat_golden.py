@@ -30,7 +30,7 @@ from support.compat_cases import (
 from tandem.config.loading import from_options, load
 from tandem.errors import TandemError
 from tandem.trainer.ranks.layout import check_config
-from tandem_broker.commands.recipe import from_options as work_options
+from tandem_broker.recipe import from_options as work_options
 from tandem_compat import swift
 from tandem_compat.atropos.environment import translate as translate_environment
 from tandem_compat.atropos.options import ENVIRONMENT, SERVER, TRAINER

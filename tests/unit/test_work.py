@@ -20,8 +20,8 @@ from tandem.observability import waits
 from tandem.rollout.group_runner import keep_rewards
 from tandem.rollout.task_sampler import TaskOrder
 from tandem.types import Group, Message, Sampling, Task
+from tandem_broker import recipe as recipes
 from tandem_broker.client import Connection, EnvClient
-from tandem_broker.commands import recipe as recipes
 from tandem_broker.commands import work
 from tandem_broker.commands.work import mask_truncated, play_by_flags
 from tandem_broker.producer import IN_A_ROW, Producer

@@ -31,9 +31,9 @@ from tandem.together import together
 from tandem.trainer import environments
 from tandem.types import Group, Sampling
 from tandem_broker.client import Connection, EnvClient, key_in
-from tandem_broker.commands.recipe import Work, from_options, load
 from tandem_broker.producer import GroupTally, Producer
 from tandem_broker.protocol.messages import EnvRegistration
+from tandem_broker.recipe import Work, from_options, load
 from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
 from tandem_compat.atropos.environment import from_file, tokenizer_of, translate
 from tandem_compat.atropos.options import ENVIRONMENT
