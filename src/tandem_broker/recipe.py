@@ -50,8 +50,6 @@ class Work(PlayOptions):
     """Where groups go: an address, or a mapping."""
     engine: EnginesAt = field(metadata={"shorthand": "urls"})
     """Where answers are sampled: an address, a list of them, or a mapping."""
-    env_name: str | None = None
-    """The one entry of envs that is played; null: all of them."""
     n: int = bounded(16, least=1)
     """Groups played at once, at most."""
     ahead: float = bounded(3.0, least=1)
@@ -73,10 +71,6 @@ class Work(PlayOptions):
         check_bounds(self)
         require(
             env=(bool(self.env or self.envs), "given, such as gsm8k (tandem list envs), or envs"),
-            env_name=(
-                self.env_name is None or self.env_name in self.envs,
-                f"an entry of envs ({', '.join(self.envs) or 'there is none'}), or null",
-            ),
             group_seconds=(self.group_seconds > 0, "above 0 (seconds)"),  # inf: no limit
             **self.checks(),
         )
@@ -88,7 +82,7 @@ class Work(PlayOptions):
         if self.env is not None:
             name, share = self.known_as or self.env.name, self.min_share or 0.0
             return {name: EnvSource(env=self.env, rewards=self.rewards, weight=self.weight, min_share=share)}
-        return {name: source for name, source in self.envs.items() if self.env_name in (None, name)}
+        return self.envs
 
     def inert(self) -> Mapping[str, str]:
         """What each entry of several environments has of its own, and what the others make useless."""

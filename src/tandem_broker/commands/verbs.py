@@ -26,7 +26,7 @@ def add_broker(app: typer.Typer) -> None:
 
 def add_run_api(app: typer.Typer) -> None:
     """Add ``run-api``."""
-    app.command("run-api")(_run_api)
+    app.command("run-api", help="Run the broker, by the name it has in Atropos.")(_serve_broker)
 
 
 def add_work(app: typer.Typer) -> None:
@@ -72,18 +72,6 @@ def _serve_broker(
     from tandem_broker.commands.serve import serve_broker
 
     serve_broker(host, port, data, max_body << 20, max_held << 20, typer.echo)
-
-
-def _run_api(
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    data: Data = None,
-    reload: Annotated[bool, typer.Option("--reload", help="Atropos' flag; changes nothing here.")] = False,
-) -> None:
-    """Run the broker, by the name it has in Atropos."""
-    if reload:
-        typer.echo("tandem: --reload changes nothing: it restarts Atropos' broker when its source changes", err=True)
-    _serve_broker(host, port, data)
 
 
 def _work(
