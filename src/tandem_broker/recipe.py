@@ -100,8 +100,6 @@ def load(recipe: Path | None, overrides: Sequence[str]) -> Work:
         ConfigError: with every mistake in them.
     """
     problems, source = Problems(), str(recipe or "tandem work")
-    if recipe is not None and recipe.is_dir():
-        recipe /= "config.yaml"
     tree = Branch(where=source) if recipe is None else parsed(recipe, problems)
     problems.raise_if_any(source)
     return _built(_of_the_environment(tree), overrides, source, problems)

@@ -461,13 +461,12 @@ def test_a_missing_recipe_names_those_nearby(here: Path) -> None:
         load(Path("zzz.yaml"))
 
 
-def test_a_folder_is_no_recipe(here: Path) -> None:
+def test_a_runs_folder_stands_for_its_recipe(here: Path) -> None:
     Path("run").mkdir()
-    with pytest.raises(ConfigError, match=r"run is a folder without a config.yaml"):
+    with pytest.raises(ConfigError, match=r"there is no recipe run/config.yaml"):
         load(Path("run"))
     Path("run/config.yaml").write_text(MINIMAL)
-    with pytest.raises(ConfigError, match="run is a run's folder, not a recipe"):
-        load(Path("run"))
+    assert load(Path("run")).config == read(MINIMAL)
 
 
 def test_a_file_that_is_no_text(here: Path) -> None:

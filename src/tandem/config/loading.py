@@ -363,7 +363,11 @@ def load(source: Path, overrides: Sequence[str] = (), *, serving: bool = False) 
 
 
 def parsed(source: Path, problems: Problems, text: str | None = None) -> Branch:
-    """A recipe's tree, of its file or of the text that stands for it; raises ConfigError where there is none."""
+    """A recipe's tree, of its file or of the text that stands for it; raises ConfigError where there is none.
+
+    That of a run's folder is its config.yaml.
+    """
+    source = source / "config.yaml" if source.is_dir() else source
     tree = parse(_read(source) if text is None else text, str(source), problems)
     resolve.search(source.parent)  # modules with its own rewards and parts may lie beside a recipe
     if tree is None and not problems:
@@ -406,10 +410,6 @@ def _build(
 
 def _read(source: Path) -> str:
     """Text of a recipe."""
-    if source.is_dir():
-        if (source / "config.yaml").is_file():
-            raise ConfigError(f"{source} is a run's folder, not a recipe; its recipe is {source / 'config.yaml'}")
-        raise ConfigError(f"{source} is a folder without a config.yaml; give a recipe or a run's folder")
     try:
         return source.read_text(encoding="utf-8")
     except FileNotFoundError:
