@@ -179,7 +179,7 @@ def more(trainer: Trainer) -> None:
 
 def sent(output: str) -> range:
     """How many groups an environment of ours can have handed in, by what it says: what it dropped was under way."""
-    match = re.search(r"ended: (\d+) groups sent(?: \((\d+) dropped\))?\n", output)
+    match = re.search(r"ended: .*: (\d+) groups sent(?: \((\d+) dropped\))?\n", output)
     assert match, output
     return range(int(match[1]), int(match[1]) + int(match[2] or 0) + 1)
 

@@ -162,7 +162,6 @@ def test_several_environments_are_several_to_the_broker_and_fill_their_shares(ti
         assert {group.env for group in read} == {"sums", "more"}
         assert tallies["sums"].groups["sent"] >= 4
         assert tallies["more"].groups["sent"]
-        assert work.summary(tallies).startswith("sums: ")
 
     asyncio.run(go())
 
@@ -217,7 +216,7 @@ def test_ctrl_c_finishes_what_is_under_way(tiny_model: Path, tmp_path: Path) -> 
     code, out, err, groups, envs = asyncio.run(go())
     assert code == 0, err
     assert groups + out.count("zero-variance") > 0
-    assert f"ended: {groups} groups sent" in out
+    assert f"{groups} groups sent" in out
     assert "finishing 3 groups" in err
     assert envs == 0, "it leaves the broker"
     assert "Traceback" not in err

@@ -97,14 +97,8 @@ def play(config: Work) -> str:
     tallies: dict[str, GroupTally] = {}
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(run(config, tallies))
-    return f"ended: {summary(tallies)}"
-
-
-def summary(tallies: Mapping[str, GroupTally]) -> str:
-    """Outcome of the groups of each environment, in words."""
-    if len(tallies) == 1:
-        return next(iter(tallies.values())).line()
-    return "; ".join(f"{name}: {tally.line()}" for name, tally in tallies.items()) or "nothing was played"
+    played = "; ".join(f"{name}: {tally.line()}" for name, tally in tallies.items())
+    return f"ended: {played or 'nothing was played'}"
 
 
 async def run(config: Work, tallies: dict[str, GroupTally]) -> None:
