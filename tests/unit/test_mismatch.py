@@ -86,7 +86,7 @@ def without_logprobs(row: dict[str, Any]) -> None:
     ("change", "step", "message"),
     [
         (without_logprobs, STEPS, "no token of step 4 has both logprobs"),
-        (lambda row: None, 9, "holds no rollouts of step 9; it has those of 1 to 4"),
+        (lambda row: None, 9, "has no rollouts of step 9; there are those of steps 1 to 4"),
     ],
     ids=["no logprobs", "no such step"],
 )

@@ -18,7 +18,7 @@ from tandem.api.comparison import ComparedRuns
 from tandem.api.recipe import Overrides, Recipe, override_texts
 from tandem.config.loading import RunConfig
 from tandem.config.registry import did_you_mean
-from tandem.errors import TandemError
+from tandem.errors import ConfigError, TandemError
 from tandem.observability import report
 from tandem.observability.emit import OnStep
 from tandem.observability.report import folder as folders
@@ -111,14 +111,14 @@ class Run:
             step: which; None: the last.
 
         Raises:
-            TandemError: the step has none; says which have.
+            ConfigError: the step has none; says which have.
         """
         read = self._read()
         step = max(read.rollout_steps, default=0) if step is None else step
         if step not in read.rollout_steps:
             saved = read.rollout_steps
             steps = f"there are those of steps {saved[0]} to {saved[-1]}" if saved else "no step has any yet"
-            raise TandemError(f"{self.folder} has no rollouts of step {step}; {steps}")
+            raise ConfigError(f"{self.folder} has no rollouts of step {step}; {steps}")
         return read.rollouts(step)
 
     def weights(self, step: int | None = None) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tandem.api.run import Run
 from tandem.api.targets import recipe_of
 from tandem.config.loading import RunConfig, load
 from tandem.errors import ConfigError, TandemError
@@ -123,19 +124,13 @@ def look(path: Path, config: RunConfig, *, step: int | None = None) -> Mismatch:
         step: optimizer step; None: the last recorded.
 
     Raises:
-        ConfigError: the step is not recorded, or a grammar had a say in what was sampled.
-        TandemError: nothing of the step has a gap.
+        ConfigError: a grammar had a say in what was sampled.
+        TandemError: the step is not recorded, or nothing of it has a gap.
     """
-    run = folder.load(path)
     if config.sampling.regex:
         raise ConfigError("sampling.regex: the tokens that the grammar excluded are not recorded; see probe_gap")
-    if not run.rollout_steps:
-        raise TandemError(f"{run.path} holds no rollouts: nothing was trained yet, or the folder rollouts/ was removed")
-    step = run.rollout_steps[-1] if step is None else step
-    if step not in run.rollout_steps:
-        recorded = f"{run.rollout_steps[0]} to {run.rollout_steps[-1]}"
-        raise ConfigError(f"{run.path} holds no rollouts of step {step}; it has those of {recorded}")
-    rows = run.rollouts(step)
+    step = max(folder.load(path).rollout_steps, default=0) if step is None else step
+    rows = Run(path).rollouts(step)
     by_rollout = [list(sampled_tokens(row)) for row in rows if _has_gap(row)]
     tokens = [token for each in by_rollout for token in each]
     if not tokens:
