@@ -11,19 +11,19 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from itertools import count
 from typing import Literal, TypeVar
 
 import msgspec
 
-from tandem.engines.base import Engine, Health
+from tandem.engines.base import Health, Sampler
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client.http import EngineStopped, EngineUnreachable
 from tandem.engines.vllm.client.urls import MODELS, Models, UrlServer
 from tandem.errors import ConfigError, Deadline, EngineError
 from tandem.http import OutageLog, RetryPolicy
 from tandem.observability import waits
-from tandem.types import UNKNOWN_VERSION, Completion, PolicyVersion, Sampling
+from tandem.types import UNKNOWN_VERSION, Completion, Sampling
 
 T = TypeVar("T")
 
@@ -119,69 +119,63 @@ class RemoteServer(UrlServer):
             raise self.odd("/generate", f"{error!r}; it must answer with token ids and logprobs") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteEngines:
-    """Addresses of the engines, and the model they serve."""
+class RemoteEngine(Sampler):
+    """One policy on servers of others."""
 
-    urls: tuple[str, ...]
-    """Where they are; a trailing /v1 is left out."""
-    model: str
-    """What they call the model."""
-    key: str = field(default="", repr=False)
-    """API key; empty: none is sent."""
-    request_seconds: float = 3600.0
-    """How long one answer may take."""
-    retry: RetryPolicy = field(default_factory=lambda: RetryPolicy(max_seconds=5.0))
-    """Pauses between attempts, and how long all of them may be away."""
-
-    @asynccontextmanager
-    async def open(self, *, context: int, ends: Sequence[int]) -> AsyncIterator[RemoteEngine]:
-        """Find out what they are.
+    def __init__(
+        self,
+        urls: Sequence[str],
+        model: str,
+        *,
+        context: int,
+        ends: Sequence[int],
+        key: str = "",
+        request_seconds: float = 3600.0,
+        retry: RetryPolicy,
+    ) -> None:
+        """Nothing is opened yet.
 
         Args:
+            urls: where they are; a trailing /v1 is left out.
+            model: what they call the model.
             context: most tokens of a prompt and its completion; an engine's own limit may lower it.
             ends: token ids that end an answer.
+            key: API key; empty: none is sent.
+            request_seconds: how long one answer may take.
+            retry: pauses between attempts, and how long all of them may be away.
+        """
+        self._servers = [RemoteServer(native(url), key.strip(), request_seconds) for url in urls]
+        self._model = model
+        self._context = context
+        self._ends = tuple(ends)
+        self._retry = retry
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Find out what they are.
 
         Raises:
             EngineError: one stays away, or cannot be sampled from.
             ConfigError: one serves another model.
         """
-        servers = [RemoteServer(native(url), self.key.strip(), self.request_seconds) for url in self.urls]
         try:
-            await asyncio.gather(*map(self._identify, servers))
-            limits = [server.context for server in servers if server.context is not None]
-            yield RemoteEngine(self, servers, context=min([context, *limits]), ends=ends)
+            await asyncio.gather(*map(self._identify, self._servers))
+            yield
         finally:
-            await asyncio.gather(*(server.close() for server in servers))
+            await asyncio.gather(*(server.close() for server in self._servers))
 
     async def _identify(self, server: RemoteServer) -> None:
-        attempt = 0
-        while True:
+        for attempt in count():
             try:
-                await server.identify(self.model)
+                await server.identify(self._model)
             except (EngineUnreachable, EngineStopped, Deadline) as error:
-                if self.away(server, error) > self.retry.give_up_seconds:
+                if _away(server, error) > self._retry.give_up_seconds:
                     raise
-                await self.retry.pause(attempt)
-                attempt += 1
+                await self._retry.pause(attempt)
             else:
                 server.outage.end()
+                self.limit(server.context or self._context)
                 return
-
-    def away(self, server: RemoteServer, error: Exception) -> float:
-        """Report that a server is away; returns the seconds since it went."""
-        return server.outage.report(f"{error}; is it running? (tandem serve engine RECIPE)")
-
-
-class RemoteEngine(Engine):
-    """One policy on servers of others. What a trainer alone may do is refused."""
-
-    def __init__(self, spec: RemoteEngines, servers: Sequence[RemoteServer], *, context: int, ends: Sequence[int]):
-        self._spec = spec
-        self._servers = servers
-        self._context = context
-        self._ends = tuple(ends)
-        self._newest = 0
 
     @property
     def context(self) -> int:
@@ -203,18 +197,17 @@ class RemoteEngine(Engine):
             server = await self._next()
             server.outstanding += 1
             try:
-                completion = await server.sampled(request, self._spec.model)
+                completion = await server.sampled(request, self._model)
             except (EngineUnreachable, EngineStopped) as error:
                 self._put_aside(server, error)
             except EngineError:
                 failures += 1
                 if failures == TRIES:
                     raise
-                await self._spec.retry.pause(failures)
+                await self._retry.pause(failures)
             else:
                 server.outage.end()
                 server.failed_attempts = 0
-                self._newest = max(self._newest, completion.version_max)
                 return completion
             finally:
                 server.outstanding -= 1
@@ -232,36 +225,17 @@ class RemoteEngine(Engine):
 
     def _put_aside(self, server: RemoteServer, error: EngineError) -> None:
         """Leave a server alone for a while; raises where all have been away for too long."""
-        retry, away = self._spec.retry, self._spec.away(server, error)
+        retry, away = self._retry, _away(server, error)
         if away > retry.give_up_seconds and all(other.outage.ongoing for other in self._servers):
             limit = retry.give_up_seconds
             raise EngineError(f"{error}; is it running? It was waited for {limit:g} s (give_up_seconds)") from error
         server.away_until = time.monotonic() + retry.seconds(server.failed_attempts)
         server.failed_attempts += 1
 
-    def version(self) -> PolicyVersion:
-        """The newest version that sampled something here."""
-        return PolicyVersion(step=self._newest, digest="")
-
-    async def score(self, tokens: Sequence[int]) -> list[float]:
-        raise _trainers_alone("score")
-
-    async def set_version(self, version: PolicyVersion) -> None:
-        raise _trainers_alone("stamp")
-
-    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
-        raise _trainers_alone("pause")
-
-    async def resume(self) -> float:
-        raise _trainers_alone("resume")
-
     async def health(self) -> Health:
         away = [server.name for server in self._servers if server.outage.ongoing]
         running = sum(server.outstanding for server in self._servers)
         return Health(ok=len(away) < len(self._servers), running=running, waiting=0, detail=", ".join(away))
-
-    async def close(self) -> None:
-        """Nothing to end: the servers were started elsewhere."""
 
 
 def native(url: str) -> str:
@@ -269,5 +243,6 @@ def native(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _trainers_alone(what: str) -> EngineError:
-    return EngineError(f"an engine that runs elsewhere is its trainer's to {what}")
+def _away(server: RemoteServer, error: Exception) -> float:
+    """Report that a server is away; returns the seconds since it went."""
+    return server.outage.report(f"{error}; is it running? (tandem serve engine RECIPE)")

@@ -26,7 +26,7 @@ from tandem_broker.commands import work
 from tandem_broker.commands.work import mask_truncated, play_by_flags
 from tandem_broker.producer import IN_A_ROW, Producer
 from tandem_broker.protocol.messages import EnvRegistration, EnvStatus, Info
-from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
+from tandem_broker.remote_engine import RemoteEngine
 
 PLACES = ["broker=http://b:1", "engine=http://e:2/v1"]
 
@@ -405,14 +405,17 @@ def sample(engine: RemoteEngine, max_tokens: int = 16, prompt: Sequence[int] = (
     return engine.generate(prompt, Sampling(max_tokens=max_tokens), 1)
 
 
-def remote(*engines: FakeEngine, **options: Any) -> RemoteEngines:
-    return RemoteEngines(urls=tuple(e.url for e in engines), model="m", retry=quick(**options))
+@asynccontextmanager
+async def remote(fake: FakeEngine, ends: Sequence[int] = (), **options: Any) -> AsyncIterator[RemoteEngine]:
+    engine = RemoteEngine([fake.url], "m", context=100, ends=ends, retry=quick(**options))
+    async with engine.opened():
+        yield engine
 
 
 @pytest.mark.parametrize(("dialect", "version"), [("tandem", 7), ("atropos", -1), ("openai", -1)])
 def test_every_kind_of_engine_is_understood(dialect: Any, version: int) -> None:
     async def go() -> None:
-        async with FakeEngine(dialect) as fake, remote(fake).open(context=100, ends=[END]) as engine:
+        async with FakeEngine(dialect) as fake, remote(fake, [END]) as engine:
             fake.version = 7
             completion = await sample(engine)
             assert completion.tokens == (98, 99, 100, END)
@@ -431,7 +434,7 @@ def test_every_kind_of_engine_is_asked_for_the_same_sampling(dialect: Any) -> No
     off = {"top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0}
 
     async def go() -> None:
-        async with FakeEngine(dialect) as fake, remote(fake).open(context=100, ends=[END]) as engine:
+        async with FakeEngine(dialect) as fake, remote(fake, [END]) as engine:
             await engine.generate([1, 2], Sampling(**options, max_tokens=64, stop_token_ids=(77,)), 1)
             request = fake.requests[0]
             assert {name: request[name] for name in options} == options
@@ -448,7 +451,7 @@ def test_an_engines_own_limit_counts() -> None:
     async def go() -> None:
         async with FakeEngine("atropos") as fake:
             fake.context = 20
-            async with remote(fake).open(context=100, ends=[]) as engine:
+            async with remote(fake) as engine:
                 assert engine.context == 20
                 await sample(engine, 100, prompt=range(12))
                 assert fake.requests[0]["max_tokens"] == 8
@@ -462,7 +465,7 @@ def test_an_engines_own_limit_counts() -> None:
 @pytest.mark.parametrize("fault", ["cut", 503, 502, 429])
 def test_requests_are_asked_again(fault: Any) -> None:
     async def go() -> None:
-        async with FakeEngine("tandem") as fake, remote(fake).open(context=100, ends=[]) as engine:
+        async with FakeEngine("tandem") as fake, remote(fake) as engine:
             fake.faults.extend([fault] * 5)
             assert (await sample(engine)).finish == "stop"
 
@@ -473,7 +476,7 @@ def test_patience_ends_when_all_are_away() -> None:
     async def go() -> None:
         async with (
             FakeEngine("tandem") as fake,
-            remote(fake, give_up_seconds=0.05).open(context=100, ends=[]) as engine,
+            remote(fake, give_up_seconds=0.05) as engine,
         ):
             await fake.down()
             with pytest.raises(EngineError, match="is it running"):
@@ -491,7 +494,7 @@ def test_text_alone_cannot_be_trained_on() -> None:
             return web.json_response({"choices": [{"finish_reason": "stop", "logprobs": None, "text": "hi"}]})
 
     async def go() -> None:
-        async with TextOnly("openai") as fake, remote(fake).open(context=100, ends=[]) as engine:
+        async with TextOnly("openai") as fake, remote(fake) as engine:
             with pytest.raises(EngineError, match="must answer with token_ids and logprobs"):
                 await sample(engine)
 

@@ -27,7 +27,7 @@ from tandem.agents.dialects import ChatApi, Messages, Responses
 from tandem.agents.replies import Reply, chunks, reply_body, streamed
 from tandem.agents.schema import BadRequest, ChatRequest, CompletionRequest, TextRequest
 from tandem.agents.tool_calls import ToolOffer, alike, as_text, read, spoken
-from tandem.engines.base import Engine
+from tandem.engines.base import Sampler
 from tandem.errors import Deadline, EngineError, EnvError
 from tandem.rollout.template import Template
 from tandem.rollout.turns import sample_turn, untrainable_option, why_untrainable
@@ -58,7 +58,7 @@ class _Conversation:
 class Session:
     """One agent's work on one task; ``turns`` is its record."""
 
-    engine: Engine
+    engine: Sampler
     template: Template
     """Turns messages into tokens."""
     sampling: Sampling

@@ -110,14 +110,8 @@ class RankHosts(Protocol):
         """Have one start its engine again, which has died; the first of the run is engine 0."""
 
 
-class Engine(ABC):
-    """A live engine: samples completions with their policy versions. All methods are called from one event loop.
-
-    Example:
-        >>> import tandem
-        >>> sorted(tandem.Engine.__abstractmethods__)  # what one must have
-        ['close', 'context', 'generate', 'health', 'pause', 'resume', 'score', 'set_version', 'version']
-    """
+class Sampler(ABC):
+    """What samples completions, wherever it runs."""
 
     @abstractmethod
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
@@ -126,6 +120,38 @@ class Engine(ABC):
         Raises:
             EngineError: the prompt leaves no room in the context, or the engine failed.
         """
+
+    @abstractmethod
+    async def health(self) -> Health:
+        """Load and liveness."""
+
+    @property
+    @abstractmethod
+    def context(self) -> int:
+        """Most tokens of a prompt and its completion together."""
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Tokens that the completion of a prompt may have.
+
+        Raises:
+            EngineError: none, or the prompt is empty.
+        """
+        room = self.context - len(prompt)
+        if not prompt or room < 1:
+            raise EngineError(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}; raise it"
+            )
+        return room
+
+
+class Engine(Sampler):
+    """A live engine: samples completions with their policy versions. All methods are called from one event loop.
+
+    Example:
+        >>> import tandem
+        >>> sorted(tandem.Engine.__abstractmethods__)  # what one must have
+        ['close', 'context', 'generate', 'health', 'pause', 'resume', 'score', 'set_version', 'version']
+    """
 
     @abstractmethod
     async def score(self, tokens: Sequence[int]) -> list[float]:
@@ -174,7 +200,7 @@ class Engine(ABC):
         """Give the accelerator's memory back, while paused and with nothing in flight."""
         raise NotImplementedError("an engine whose ``sleeps`` is above 0 has this")
 
-    async def wake(self) -> None:  # noqa: B027 - most never sleep
+    async def wake(self) -> None:
         """Take the memory again and stay paused; does nothing to one that is awake.
 
         After a sleep of 2 the weights are garbage until they are published, and not served before that is verified.
@@ -190,7 +216,7 @@ class Engine(ABC):
         """Count of starts: exported memory, loaded adapters and connections belong to one of them."""
         return 0
 
-    def on_restart(self, republish: Callable[[], Awaitable[None]]) -> None:  # noqa: B027 - an engine in process cannot die alone
+    def on_restart(self, republish: Callable[[], Awaitable[None]]) -> None:
         """``republish`` brings the current weights to an engine that was started again."""
 
     @abstractmethod
@@ -222,30 +248,8 @@ class Engine(ABC):
         """Go on sampling and give out what was held back; returns the seconds since ``pause`` without any sampling."""
 
     @abstractmethod
-    async def health(self) -> Health:
-        """Load and liveness."""
-
-    @abstractmethod
     async def close(self) -> None:
         """End; requests in flight fail with EngineError. Safe to call twice."""
-
-    @property
-    @abstractmethod
-    def context(self) -> int:
-        """Most tokens of a prompt and its completion together."""
-
-    def room(self, prompt: Sequence[int]) -> int:
-        """Tokens that the completion of a prompt may have.
-
-        Raises:
-            EngineError: none, or the prompt is empty.
-        """
-        room = self.context - len(prompt)
-        if not prompt or room < 1:
-            raise EngineError(
-                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}; raise it"
-            )
-        return room
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from tandem.engines.base import Engine
+from tandem.engines.base import Sampler
 from tandem.errors import EnvError
 from tandem.rollout.template import Template
 from tandem.rollout.turns import sample_turn
@@ -18,7 +18,7 @@ class EngineChat:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         template: Template,
         task: Task,
         sampling: Sampling,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 
-from tandem.engines.base import Engine
+from tandem.engines.base import Sampler
 from tandem.envs.base import Environment
 from tandem.errors import Deadline, EngineError, EnvError, TandemError, defined_at, message_of, place_of
 from tandem.observability import waits
@@ -31,7 +31,7 @@ class GroupRunner:
     """Name of the environment in this run, which its groups carry."""
     env: Environment
     """The environment, which plays the tasks."""
-    engine: Engine
+    engine: Sampler
     """The engine, which samples."""
     graders: Graders
     """The graders, which score."""

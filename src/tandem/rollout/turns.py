@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
-from tandem.engines.base import Engine
+from tandem.engines.base import Sampler
 from tandem.observability import waits
 from tandem.types import Json, Sampling, Turn
 
@@ -22,11 +22,11 @@ COLDEST = 0.01
 OF_THE_RUN = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 """Fields of ``Sampling`` that a turn does not record."""
 
-last_completion: WeakKeyDictionary[Engine, float] = WeakKeyDictionary()
+last_completion: WeakKeyDictionary[Sampler, float] = WeakKeyDictionary()
 """When each engine last completed any prompt, on the monotonic clock."""
 
 
-async def sample_turn(engine: Engine, prompt: Sequence[int], sampling: Sampling, stream: str) -> Turn:
+async def sample_turn(engine: Sampler, prompt: Sequence[int], sampling: Sampling, stream: str) -> Turn:
     """Sample a completion of a prompt.
 
     Args:

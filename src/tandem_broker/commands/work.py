@@ -34,7 +34,7 @@ from tandem_broker.client import Connection, EnvClient, key_in
 from tandem_broker.producer import GroupTally, Producer
 from tandem_broker.protocol.messages import EnvRegistration
 from tandem_broker.recipe import Work, from_options, load
-from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
+from tandem_broker.remote_engine import RemoteEngine
 from tandem_compat.atropos.environment import from_file, tokenizer_of, translate
 from tandem_compat.atropos.options import ENVIRONMENT
 from tandem_compat.atropos.services import served_model
@@ -136,9 +136,11 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
             tasks[name] = environments.tasks_of(name, source, "train")
             longest_prompt(list(islice(tasks[name], FIRST_PROMPTS)), template, context)
     broker_key = key_in(config.broker.key_variable, "broker.key_variable")
-    remote = RemoteEngines(
-        urls=tuple(config.engine.urls),
-        model=config.engine.model or config.model,
+    engine = RemoteEngine(
+        tuple(config.engine.urls),
+        config.engine.model or config.model,
+        context=context,
+        ends=ends,
         key=key_in(config.engine.api_key_variable, "engine.api_key_variable"),
         request_seconds=config.engine.request_seconds,
         retry=RetryPolicy(max_seconds=5.0, give_up_seconds=config.give_up_seconds),
@@ -152,7 +154,7 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
             await require_full_marks(name, source.env, await stack.enter_async_context(graders))
             client = await stack.enter_async_context(_client(config, name, source, context, broker_key))
             opened.append((name, source.env, graders, client))
-        engine = await stack.enter_async_context(remote.open(context=context, ends=ends))
+        await stack.enter_async_context(engine.opened())
         _warn_of_other_engines(engine, config.sampling)
         tallies.update({name: GroupTally() for name in config.sources})
         yield [
