@@ -7,14 +7,14 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.envs.base import Environment, Split
 from tandem.envs.data.rows import DataRow, DataSource
 from tandem.envs.data.split import opening, some
-from tandem.errors import ConfigError, EnvError, bounded
+from tandem.errors import ConfigError, EnvError
 from tandem.importing import importing
 from tandem.types import TEXT, Json, Message, Task
 
@@ -24,11 +24,9 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dataset(Environment):
+class Dataset(DataSource, Environment):
     """Rows of a JSONL, CSV or Parquet file or of a hub data set, one task a row."""
 
-    path: str
-    """A local .jsonl, .csv, .tsv or .parquet file, or a data set's name on the hub."""
     prompt: str = "prompt"
     """Column with the question or a list of messages; or a text with {column} in it, where {{ and }} are braces."""
     chat: bool = True
@@ -41,23 +39,10 @@ class Dataset(Environment):
     """System message; empty: none."""
     instruction: str = ""
     """Added beneath every question."""
-    subset: str | None = None
-    """The hub's configuration name."""
-    train_split: str = "train"
-    """The hub's split to train on."""
-    test_split: str | None = None
-    """The hub's split to hold out; none: test_share of the train split."""
-    test_path: str | None = None
-    """A local file to hold out; none: test_share of path."""
-    test_share: float = 0.1
-    """Share of rows held out where no test set is named; equal prompts (with a transform: equal rows) stay together."""
-    max_rows: int | None = bounded(None, least=1)
-    """Most tasks of a split; none: all."""
     transform: str = ""
     """``pkg.mod:fn`` that takes a row's columns and returns them changed, or None to leave the row out."""
 
     def __post_init__(self) -> None:
-        self._source()
         if not self.prompt:
             raise ConfigError("prompt must name a column or be a text with {column} in it, got an empty text")
         if _PLACE.search(self.prompt) and not self._columns:
@@ -67,35 +52,17 @@ class Dataset(Environment):
         super().__post_init__()
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        tasks: list[Task] = []
-        for row in self._rows(split):
-            tasks.append(self._task(row, split))
-            if len(tasks) == self.max_rows:
-                break
+        tasks = [self._task(row, split) for row in self._rows(split)]
         remedy = "add rows, change test_share, name a test set, or look at what transform leaves out"
         return some(tasks, f"{self.name} ({self.path})", split, remedy)
 
     def check(self, task: Task) -> str | None:
         return task.answer if self.answer else None
 
-    def inert(self) -> Mapping[str, str]:
-        """Options that change nothing, and why."""
-        return self._source().inert()
-
-    def _source(self) -> DataSource:
-        return DataSource(
-            path=self.path,
-            subset=self.subset,
-            train_split=self.train_split,
-            test_split=self.test_split,
-            test_path=self.test_path,
-            test_share=self.test_share,
-        )
-
     def _rows(self, split: Split) -> Iterator[DataRow]:
         """Rows of a split, transformed after the split is decided."""
         change = self._change()
-        for row in self._source().rows(split, self._key):
+        for row in self.rows(split, self._key):
             new = changed(row, change, self.transform) if change else row
             if new is not None:
                 yield new

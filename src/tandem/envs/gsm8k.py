@@ -22,31 +22,26 @@ _NOTES = re.compile(r"<<[^>]*>>")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gsm8k(Environment):
+class Gsm8k(DataSource, Environment):
     """Grade-school word problems, solved in words and ended with a line "#### 72"."""
 
     path: str = "openai/gsm8k"
     """A data set on the hub, or a local JSONL file with question and answer (the number after ####)."""
-    subset: str = "main"
+    subset: str | None = "main"
     """The hub's configuration name."""
-    test_path: str | None = None
-    """A local file to hold out; none: the hub's test split, or test_share of a local path."""
-    test_share: float = 0.1
-    """Share of a local path's questions held out when there is no test_path."""
+    test_split: str | None = "test"
+    """The hub's split to hold out."""
     instruction: str = _INSTRUCTION
     """Added beneath every question."""
     system: str = ""
     """System message; empty: none."""
-
-    def __post_init__(self) -> None:
-        self._source()
 
     @property
     def default_rewards(self) -> Mapping[str, Json]:
         return {"math_verify": {"weight": 1.0, "least_working": _WORKING}}
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        rows = self._source().rows(split, lambda row: row.text("question"))
+        rows = self.rows(split, lambda row: row.text("question"))
         tasks = [self._task(row, split) for row in rows]
         return some(tasks, f"{self.name} ({self.path})", split, "add rows, change test_share or set test_path")
 
@@ -55,19 +50,6 @@ class Gsm8k(Environment):
         if len("".join(solution.rpartition("####")[0].split())) >= _WORKING:
             return solution
         return f"This follows from what is asked: {task.meta['question']}\n{solution}"  # a row that shows no working
-
-    def inert(self) -> Mapping[str, str]:
-        """Options that change nothing, and why."""
-        return {name: why for name, why in self._source().inert().items() if name in ("subset", "test_share")}
-
-    def _source(self) -> DataSource:
-        return DataSource(
-            path=self.path,
-            subset=self.subset,
-            test_split="test",
-            test_path=self.test_path,
-            test_share=self.test_share,
-        )
 
     def _task(self, row: DataRow, split: Split) -> Task:
         question = row.text("question")

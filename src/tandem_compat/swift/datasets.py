@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from tandem.envs.base import Split
-from tandem.envs.data.rows import DataSource
 from tandem.envs.dataset import Dataset
 from tandem.types import Json, Task
 
@@ -42,8 +41,6 @@ class SwiftDataset(Dataset):
     """Names of columns in the data, and what they are called here."""
     gold_reply: str = "{answer}"
     """How a right answer is said, to check rewards by; empty: they are not checked."""
-    max_rows: int | None = None
-    """Rows of ``path`` that are used, the first of them, to train on or to hold out; none: all."""
     more_columns: tuple[str, ...] = ()
     """Columns of other data sets that the same rewards are for: they are null here."""
 
@@ -58,12 +55,9 @@ class SwiftDataset(Dataset):
         Raises:
             EnvError: they cannot be read.
         """
-        rows = replace(self._source(), test_path=None, test_share=0.0).rows("train", self._key)
+        rows = replace(self, test_path=None, test_share=0.0).rows("train", self._key)
         names = dict.fromkeys(name for row in rows for name in row.columns)
         return [self.columns.get(name, name) for name in names]
-
-    def _source(self) -> DataSource:
-        return replace(super()._source(), max_rows=self.max_rows)
 
     def _change(self) -> Callable[[dict[str, Json]], Any] | None:
         change = super()._change()

@@ -66,24 +66,24 @@ class DataRow:
             raise EnvError(f"{self.where}: no column {column!r}; the row has: {has}") from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DataSource:
     """Source of train and test rows."""
 
     path: str
-    """A local file, or a data set's name on the hub."""
+    """A local .jsonl, .json, .csv, .tsv or .parquet file, or a data set's name on the hub."""
     subset: str | None = None
     """The hub's configuration name."""
     train_split: str = "train"
     """The hub's split to train on."""
     test_split: str | None = None
-    """The hub's split to hold out; None: hold out a share of the train split."""
+    """The hub's split to hold out; none: test_share of the train split."""
     test_path: str | None = None
-    """A local file to hold out; None: hold out a share of ``path``."""
+    """A local file to hold out; none: test_share of path."""
     test_share: float = bounded(0.1, below=1)
-    """Share held out by hash where there is neither test split nor test file."""
-    max_rows: int | None = None
-    """Rows of ``path`` that are read, the first of them, before some are held out; None: all."""
+    """Share of rows held out where no test set is named; equal prompts (with a transform: equal rows) stay together."""
+    max_rows: int | None = bounded(None, least=1)
+    """Rows that are read, the first of them, before some are held out; none: all."""
 
     def __post_init__(self) -> None:
         if not self.path.strip():
@@ -113,7 +113,7 @@ class DataSource:
             if split_of(key(row), self.test_share) == split:
                 yield row
 
-    def inert(self) -> dict[str, str]:
+    def inert(self) -> Mapping[str, str]:
         """Options that change nothing, and why."""
         notes = {}
         if self.is_local:
