@@ -45,17 +45,6 @@ class Game(Environment):
         if not self.system:
             raise ConfigError("system must say how to reply, got an empty text")
 
-    @property
-    def options(self) -> Mapping[str, Json]:
-        """What makes an episode of the package: the options that are not of every game."""
-        every = {field.name for field in fields(Game)}
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in every}
-
-    @property
-    def sessions(self) -> int:
-        """Most episodes at once."""
-        return 1 << 20
-
     def tasks(self, split: Split) -> Sequence[Task]:
         """Seeds; an episode is begun now, to see that it can be.
 
@@ -92,8 +81,12 @@ class Game(Environment):
 
     @cached_property
     def _package(self) -> Package:
-        return Package(self.python, "games", self.name, package=self.name, **self.options)
+        """What makes an episode there are the options that are not of every game."""
+        every = {field.name for field in fields(Game)}
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in every}
+        return Package(self.python, "games", self.name, package=self.name, **options)
 
     @cached_property
     def _slots(self) -> asyncio.Semaphore:
-        return asyncio.Semaphore(self.sessions)
+        """Most episodes at once, where the environment has a bound."""
+        return asyncio.Semaphore(getattr(self, "concurrency", 1 << 20))

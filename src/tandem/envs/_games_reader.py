@@ -161,5 +161,5 @@ def load(package: str, **options: Any) -> Episodes:
     if package != "openenv":
         kind = {"gymnasium": GymnasiumEpisode, "textarena": TextArenaEpisode}[package]
         return Episodes(lambda: kind(**options))
-    server = OpenEnvServer(options.pop("url"), options.pop("command"))
-    return Episodes(lambda: OpenEnvEpisode(server, **options))
+    server = OpenEnvServer(options["url"], options["command"])
+    return Episodes(lambda: OpenEnvEpisode(server, options["action"], options["observation"]))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tandem.envs._game import Game
 from tandem.errors import ConfigError, bounded
-from tandem.types import Json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +27,3 @@ class OpenEnv(Game):
         super().__post_init__()
         if bool(self.url) == bool(self.command):
             raise ConfigError("openenv needs a url, or the command that starts a server: give one of them")
-
-    @property
-    def options(self) -> Mapping[str, Json]:
-        names = ("url", "command", "action", "observation")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def sessions(self) -> int:
-        return self.concurrency
