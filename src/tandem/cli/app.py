@@ -34,7 +34,6 @@ Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")]
 Target = Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe (file or name), or a run to resume.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
 Folder = Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Step = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
 
 Merge = Annotated[bool, typer.Option("--merge", help="Merge a LoRA adapter into the model it was trained on.")]
@@ -113,7 +112,7 @@ def check(
 
 
 @app.command()
-def certify(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def certify(recipe: Recipe, overrides: Overrides = None) -> None:
     """Prove that a recipe's gradient is the one it says, and that its optimizer does with it what it should.
 
     On made-up answers and a tiny model of its architecture, on the CPU: it must not depend on how a batch is cut, and
@@ -121,7 +120,7 @@ def certify(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False
     """
     from tandem.tools.certify.case import print_certificate
 
-    raise typer.Exit(print_certificate(recipe, overrides or [], as_json=as_json))
+    raise typer.Exit(print_certificate(recipe, overrides or []))
 
 
 @app.command("list")

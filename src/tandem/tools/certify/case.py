@@ -11,9 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -52,28 +50,17 @@ FOLLOWS = "reference as it follows"
 _STYLES = {"pass": "green", "fail": "bold red", "skipped": "yellow"}
 
 
-def print_certificate(recipe: Path, overrides: Sequence[str], *, as_json: bool) -> int:
+def print_certificate(recipe: Path, overrides: Sequence[str]) -> int:
     """Print the certificate; returns 0 if it passes, else 1.
 
     Args:
         recipe: what is certified.
         overrides: laid over it.
-        as_json: print JSON alone.
 
     Raises:
         ConfigError: the recipe is wrong, or its model cannot be read.
     """
-    certificate = certify(recipes.load(recipe, overrides).config)
-    if as_json:
-        plain = {"passed": certificate.passed, **dataclasses.asdict(certificate)}
-        # Strict JSON: a distance that is not a number or infinite is null.
-        typer.echo(msgspec.json.format(msgspec.json.encode(plain), indent=2))
-    else:
-        _show(certificate, Console())
-    return 0 if certificate.passed else 1
-
-
-def _show(certificate: Certificate, console: Console) -> None:
+    certificate, console = certify(recipes.load(recipe, overrides).config), Console()
     table = Table(box=None, pad_edge=False)
     for column in ("", "what was compared", "apart", "allowed", "with what"):
         table.add_column(column, justify="right" if column in ("apart", "allowed") else "left")
@@ -86,6 +73,7 @@ def _show(certificate: Certificate, console: Console) -> None:
     failed = sum(line.state == "fail" for line in certificate.lines)
     verdict = f"{failed} failed" if failed else "passed"
     console.print(f"{verdict} in {certificate.seconds:.0f} s", style="bold red" if failed else "green", highlight=False)
+    return 1 if failed else 0
 
 
 def certify(config: RunConfig) -> Certificate:

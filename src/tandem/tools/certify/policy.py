@@ -259,8 +259,3 @@ class Certificate:
     """Every check."""
     seconds: float
     """What it took."""
-
-    @property
-    def passed(self) -> bool:
-        """True if nothing failed."""
-        return all(line.state != "fail" for line in self.lines)
