@@ -162,7 +162,8 @@ class RunConfig(PlayOptions):
                 "at least 1 with broker" if self.broker else "at least 0",
             ),
             old_logprobs=(
-                self.old_logprobs == "recomputed" or not any(c.needs_recomputed for c in self.corrections),
+                self.old_logprobs == "recomputed"
+                or not any(getattr(part, "needs_recomputed", False) for part in self.corrections),
                 "recomputed with beyond: truncate, since sampled has the ratio in the loss; or use beyond: mask",
             ),
             oversample=(isinstance(self.oversample, str) or 1 <= self.oversample < math.inf, "at least 1, or a word"),

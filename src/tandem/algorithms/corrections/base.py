@@ -13,11 +13,11 @@ Beyond = Literal["truncate", "mask"]
 
 
 class Correction(Protocol):
-    """A frozen dataclass whose fields are its options."""
+    """A frozen dataclass whose fields are its options.
 
-    @property
-    def needs_recomputed(self) -> bool:
-        """True if its weights are ratios, which a loss against the sampler's logprobs already contains."""
+    A property ``needs_recomputed`` is optional: true if its weights are ratios, which a loss against the sampler's
+    logprobs already contains. So is the class variable ``weighs``, false if it only masks what the policy left behind.
+    """
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
         """Weight of each token's loss, float32 without gradient, given the policy's ``logprobs_N``."""

@@ -25,11 +25,6 @@ class Geometric:
     def __post_init__(self) -> None:
         check_bounds(self.low, self.high)
 
-    @property
-    def needs_recomputed(self) -> bool:
-        """It only masks."""
-        return False
-
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
         """1 or 0, the same for all tokens of an answer."""
         mean = micro.means(drift(logprobs_N, micro)).exp()

@@ -23,11 +23,6 @@ class Opsm(Bounded):
     threshold: float = bounded(0.5)
     """Nats per token."""
 
-    @property
-    def needs_recomputed(self) -> bool:
-        """It only masks."""
-        return False
-
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
         """Weight of each token: 1 if it is kept, 0 if it is masked."""
         kl = micro.means(micro.behavior_logprobs_N - logprobs_N.detach())
