@@ -260,7 +260,7 @@ function otherPlots() {
 
 // ---- held-out answers
 
-const said = (label, { reward, text, samples }) => el("div", {}, el("h4", {}, `${label}: reward ${format.number(reward)}${samples > 1 ? `, mean of ${samples}; first answer` : ""}`), el("pre", {}, text || "(empty)"));
+const said = (label, { reward, text }) => el("div", {}, el("h4", {}, `${label}: reward ${format.number(reward)}`), el("pre", {}, text || "(empty)"));
 
 function answers() {
   if (!DATA.answers.length) return null;

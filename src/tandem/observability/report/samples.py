@@ -161,8 +161,7 @@ def _message(message: Row) -> Row:
 def answers(run: RunFolder, most_bytes: int = 600_000) -> list[Json]:
     """Held-out answers of the first and the last evaluation, task by task: ``[{task, prompt, answer, before, after}]``.
 
-    ``before`` and ``after`` are ``{"reward": mean over its samples, "text": the first sample's}``; after a single
-    evaluation ``after`` is None.
+    ``before`` and ``after`` are ``{"reward", "text"}``; after a single evaluation ``after`` is None.
     """
     rows = [row for row in run.evaluations if row.get("rollouts")]
     rows = [row for row in rows if row.get("env") == rows[0].get("env")]
@@ -174,10 +173,10 @@ def answers(run: RunFolder, most_bytes: int = 600_000) -> list[Json]:
             "task": task,
             "prompt": sample.get("prompt", ""),
             "answer": sample.get("answer", ""),
-            "before": then,
-            "after": after[task][1] if after else None,
+            "before": _said(sample),
+            "after": _said(after[task]) if after else None,
         }
-        for task, (sample, then) in before.items()
+        for task, sample in before.items()
         if task in after or not after
     ]
     return _fitting(out, most_bytes)
@@ -190,13 +189,9 @@ def _fitting(rows: list[Json], most_bytes: int) -> list[Json]:
     return rows
 
 
-def _by_task(row: Row) -> dict[str, tuple[Row, Row]]:
-    samples: dict[str, list[Row]] = {}
-    for sample in row["rollouts"]:
-        samples.setdefault(str(sample.get("task", "")), []).append(sample)
-    table: dict[str, tuple[Row, Row]] = {}
-    for task, members in samples.items():
-        rewards = [member["reward"] for member in members if member.get("reward") is not None]
-        mean = sum(rewards) / len(rewards) if rewards else None
-        table[task] = (members[0], {"reward": mean, "samples": len(members), "text": members[0].get("text", "")})
-    return table
+def _by_task(row: Row) -> dict[str, Row]:
+    return {str(sample.get("task", "")): sample for sample in row["rollouts"]}
+
+
+def _said(sample: Row) -> Row:
+    return {"reward": sample.get("reward"), "text": sample.get("text", "")}
