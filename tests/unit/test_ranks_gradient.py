@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,9 +95,9 @@ def four() -> Iterator[Run]:
 def groups(tiny_model: Path) -> list[Group]:
     """Sampled by the model itself, some tokens a little off and some far."""
     plain, sampling = reference(tiny_model), Sampling()
-    maker = GroupMaker(
-        sampling=sampling, vocabulary=256, ends=(257,), weights={}, from_broker=True, env_advantages=False
-    )
+    config: Any = SimpleNamespace(sampling=sampling, broker=SimpleNamespace(env_advantages=False))
+    known: Any = SimpleNamespace(ends=(257,), weights={})
+    maker = GroupMaker(config=config, known=known, vocabulary=256)
 
     def own(prompt: Any, tokens: Any, temperature: float) -> list[float]:
         with torch.no_grad():

@@ -143,15 +143,7 @@ def _rounding(live: CertifiedPolicy, groups: Sequence[Group], known: Formula, ex
 
 def _groups(live: CertifiedPolicy, known: Formula) -> list[Group]:
     """Made-up groups, sampled by policies near to this one and far from it."""
-    config = live.config
-    maker = GroupMaker(
-        sampling=config.sampling,
-        vocabulary=live.policy.head.weight.shape[0],
-        ends=known.ends,
-        weights=known.weights,
-        from_broker=config.broker is not None,
-        env_advantages=config.broker is not None and config.broker.env_advantages,
-    )
+    maker = GroupMaker(config=live.config, known=known, vocabulary=live.policy.head.weight.shape[0])
     live.exact.put(live.exact.held(live.placed(0)))
     return maker.groups(functools.partial(_own, live, known))
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 
-from tandem.types import UNKNOWN_LOGPROB, Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
+from tandem.config.loading import RunConfig
+from tandem.testing.oracle import Formula
+from tandem.types import UNKNOWN_LOGPROB, Completion, Finish, Group, Message, Rollout, Task, Turn
 
 Own = Callable[[Sequence[int], Sequence[int], float], Sequence[float]]
 """The policy's own logprobs of a prompt's completion at a temperature."""
@@ -104,25 +106,19 @@ GROUPS: Mapping[tuple[int, float], tuple[MadeUpRollout, ...]] = {
 class GroupMaker:
     """Makes groups up, the same for the same seed."""
 
-    sampling: Sampling
-    """The recipe's; its temperature."""
+    config: RunConfig
+    """Of a recipe with a broker some logprobs are unknown, and advantages given token by token if it has them so."""
+    known: Formula
+    """Its end tokens are not drawn: an answer that goes on after one, or has one too early, was never sampled."""
     vocabulary: int
     """Token ids are below it."""
-    ends: tuple[int, ...]
-    """None of them is drawn: an answer that goes on after one, or has one too early, was never sampled."""
-    weights: Mapping[str, Mapping[str, float]]
-    """Of the rewards, by environment and by name."""
-    from_broker: bool
-    """As from a broker: some logprobs are unknown."""
-    env_advantages: bool
-    """Some advantages are given token by token."""
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     """Of token ids."""
 
     def groups(self, own: Own) -> list[Group]:
         """The groups."""
         self.draw.seed(0)
-        envs = list(self.weights) or ["made-up"]
+        broker, envs = self.config.broker, list(self.known.weights) or ["made-up"]
         made = [self._group(i, envs[i % len(envs)], *prompt, plans) for i, (prompt, plans) in enumerate(GROUPS.items())]
         at = 0
         for g, group in enumerate(made):
@@ -131,9 +127,9 @@ class GroupMaker:
                 rollouts.append(_with_logprobs(rollout, own, DRIFTS[at % len(DRIFTS)]))
                 at += 1
             made[g] = replace(group, rollouts=tuple(rollouts))
-        if self.from_broker:
+        if broker is not None:
             made[0] = replace(made[0], rollouts=(_silent(made[0].rollouts[0]), *made[0].rollouts[1:]))
-        if self.env_advantages:
+        if broker is not None and broker.env_advantages:
             differing = tuple((-1.0) ** i * (i % 5) for i in range(made[1].rollouts[1].num_tokens))  # in sign too
             own_way = replace(made[1].rollouts[1], advantages=differing)
             made[1] = replace(made[1], rollouts=(made[1].rollouts[0], own_way, *made[1].rollouts[2:]))
@@ -161,7 +157,7 @@ class GroupMaker:
                 versions=(0,) * length,
                 finish=plan.finish if last else plan.before,
             )
-            temperature = (self.sampling.temperature or 1.0) * factor * plan.cools**i
+            temperature = (self.config.sampling.temperature or 1.0) * factor * plan.cools**i
             prompt = before + (self._tokens(3) if turns else ())
             turns.append(
                 Turn(
@@ -172,7 +168,7 @@ class GroupMaker:
                     trained=i not in plan.left_out,
                 )
             )
-        names = self.weights.get(env, {})
+        names = self.known.weights.get(env, {})
         # The first reward is the score; the others rank the answers differently.
         rewards = {name: (plan.score + 0.3 * k * plan.lengths[0]) % 1.25 for k, name in enumerate(names)}
         reward = math.fsum(names[name] * value for name, value in rewards.items()) if names else plan.score
@@ -190,7 +186,7 @@ class GroupMaker:
 
     def _tokens(self, length: int) -> tuple[int, ...]:
         drawn = (self.draw.randrange(self.vocabulary) for _ in count())
-        return tuple(islice((token for token in drawn if token not in self.ends), length))
+        return tuple(islice((token for token in drawn if token not in self.known.ends), length))
 
 
 def _silent(rollout: Rollout) -> Rollout:
