@@ -38,9 +38,9 @@ def check_pairs(config: RunConfig) -> None:
         what = "rollouts of a broker" if config.broker else "this engine's answers"
         raise UnsupportedPair(f"router_replay: {what} do not tell experts; set it to false, or choose engine: vllm")
     rank, most = getattr(config.trainable, "rank", 0), config.engine.most_rank
-    if config.trainable.payload == "adapter" and most is not None and rank > most:
-        raise UnsupportedPair(f"trainable.rank: vLLM has room for ranks up to {most}, not {rank}")
     if config.trainable.payload == "adapter" and most is not None:
+        if rank > most:
+            raise UnsupportedPair(f"trainable.rank: vLLM has room for ranks up to {most}, not {rank}")
         for option in ("target_parameters", "modules_to_save"):
             if getattr(config.trainable, option, ()):
                 raise UnsupportedPair(f"trainable.{option}: vLLM adapts linear layers alone; set merged to true")

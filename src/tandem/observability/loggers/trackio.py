@@ -28,7 +28,6 @@ class Trackio(MetricsLogger):
     def open(self, info: RunInfo) -> Writer:
         """Start the run, or continue it under the name kept in the run folder's ``trackio.id``."""
         trackio = library("trackio", "trackio")
-        info.folder.mkdir(parents=True, exist_ok=True)
         id_file = info.folder / "trackio.id"
         earlier = id_file.read_text().strip() if id_file.exists() else ""  # a full disk leaves it empty
         name = earlier or info.name

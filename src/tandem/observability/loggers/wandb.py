@@ -33,7 +33,6 @@ class Wandb(MetricsLogger):
     def open(self, info: RunInfo) -> Writer:
         """Start the run, or continue it by the id kept in the run folder's ``wandb.id``."""
         wandb = library("wandb", "wandb")
-        info.folder.mkdir(parents=True, exist_ok=True)
         id_file = info.folder / "wandb.id"
         # A full disk leaves it empty.
         run_id = (id_file.read_text().strip() if id_file.exists() else "") or uuid.uuid4().hex[:12]
