@@ -76,8 +76,7 @@ def objective(options: dict[str, Any]) -> Objective:
     elif level == "token":
         loss = Grpo(clip_low=low, clip_high=high, dual_clip=options["delta"], reduction=reduction)
     else:
-        gradient: Any = "token" if level == "sequence_token" else "sequence"
-        loss = Gspo(clip_low=low, clip_high=high, gradient=gradient, reduction=reduction)
+        loss = Gspo(clip_low=low, clip_high=high, reduction=reduction)
     threshold, beta = options["off_policy_mask_threshold"], options["beta"]
     corrections: tuple[Correction, ...] = () if threshold is None else (Opsm(threshold=threshold),)
     penalty: Reference | None = None

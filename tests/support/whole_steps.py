@@ -33,7 +33,7 @@ EVERY_CORRECTION = (TokenCorrection(high=1.3), SequenceWeight(low=0.2, high=4.0)
 OBJECTIVES = {
     "grpo": Objective(loss=Grpo()),
     "gspo": Objective(loss=Gspo()),
-    "gspo-token": Objective(loss=Gspo(gradient="token", reduction="token")),
+    "gspo-token": Objective(loss=Gspo(reduction="token")),
     "cispo": Objective(loss=Cispo()),
     "sapo": Objective(loss=Sapo()),
     "reinforce": Objective(loss=Reinforce()),

@@ -112,7 +112,7 @@ def test_adapters_of_experts_are_certified(name: str, tmp_path: Path) -> None:
 
 
 def test_what_a_broker_sends_is_certified_too(architectures: Path) -> None:
-    own = ["broker.env_advantages=true", "loss=gspo", "loss.gradient=token"]
+    own = ["broker.env_advantages=true", "loss=gspo"]
     assert unproven(recipe("broker", architectures, own)) == []
 
 

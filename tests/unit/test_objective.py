@@ -265,7 +265,6 @@ def recipe(**options: Any) -> config.RunConfig:
         ({"old_logprobs": "recomputed", "loss": {"kind": "grpo", "clip_low": 0.1}}, "loss.clip_low changes nothing"),
         ({"old_logprobs": "recomputed", "loss": {"kind": "sapo", "temperature_positive": 2.0}}, "changes nothing"),
         ({"old_logprobs": "recomputed", "loss": "reinforce"}, "old_logprobs changes nothing"),
-        ({"loss": {"kind": "gspo", "gradient": "token"}}, "loss.gradient changes nothing"),
         ({"reference": {"kind": "average", "every": 20}}, "reference.every must be below steps"),
         ({"reference": "average"}, "reference.every must be below steps"),
         ({"reference": {"kind": "start", "estimator": "k1", "ratio_corrected": False}}, "estimator k1"),

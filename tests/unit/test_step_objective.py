@@ -45,7 +45,7 @@ SAMPLING = Sampling(temperature=0.8, max_tokens=16)
 TOKENS: Objective = Objective(loss=Grpo())
 OBJECTIVES = {
     "gspo": Objective(loss=Gspo(clip_low=0.1, clip_high=0.1)),
-    "gspo-token": Objective(loss=Gspo(gradient="token", clip_low=0.2, clip_high=0.2, reduction="token")),
+    "gspo-token": Objective(loss=Gspo(clip_low=0.2, clip_high=0.2, reduction="token")),
     "cispo": Objective(loss=Cispo(cap=1.5)),
     "sapo": Objective(loss=Sapo()),
     "reinforce": Objective(loss=Reinforce(reduction="constant")),

@@ -279,19 +279,14 @@ class RunConfig(PlayOptions):
 def inert_objective(config: RunConfig) -> dict[str, str]:
     """Options by dotted path, and why each changes nothing.
 
-    A loss names its own by class variables: ``at_ratio_one``, those that nothing reaches while every ratio is 1, and
-    ``per_token``, those that matter where the tokens of one answer have different advantages; ``compares`` is false
-    if it has no ratio.
+    A loss names its own by class variables: ``at_ratio_one``, those that nothing reaches while every ratio is 1;
+    ``compares`` is false if it has no ratio.
     """
     unread: dict[str, str] = {}
     recomputed, loss = config.old_logprobs == "recomputed", config.loss
     if recomputed and config.updates_per_batch == 1:
         why = "old_logprobs: recomputed with updates_per_batch: 1 makes every ratio 1"
         unread |= {f"loss.{name}": why for name in getattr(loss, "at_ratio_one", ())}
-    by_token = config.teacher or (config.broker and config.broker.env_advantages)
-    if not (hasattr(config.advantage, "by_turn") or by_token):
-        why = "the tokens of an answer have one advantage (neither broker.env_advantages nor advantage: turn_returns)"
-        unread |= {f"loss.{name}": why for name in getattr(loss, "per_token", ())}
     compares = getattr(loss, "compares", True) or getattr(loss_reference(config), "ratio_corrected", False)
     if not compares and not config.corrections:
         unread["old_logprobs"] = "this loss has no ratio, and there are no corrections"

@@ -228,8 +228,6 @@ def _grpo(now: Tensor, old: Tensor, advantages: Tensor, options: Options) -> Ten
 
 def _gspo(now: Tensor, old: Tensor, advantages: Tensor, options: Options) -> Tensor:
     ratio = (now - old).mean().exp().expand_as(now)
-    if options["gradient"] == "token":
-        ratio = ratio.detach() * (now - now.detach()).exp()
     return -_clip(ratio, advantages, options)
 
 

@@ -91,10 +91,9 @@ class TokenLoss:
 class Loss(Protocol):
     """The objective, per token, not divided. A frozen dataclass whose fields are its options.
 
-    Four class variables are optional: ``by_advantage``, true if a sample without an
+    Three class variables are optional: ``by_advantage``, true if a sample without an
     advantage has no gradient, so that it need not be computed; ``compares``, false if the loss has no ratio;
-    ``at_ratio_one`` and ``per_token``, options that change nothing while every ratio is 1, and while all tokens of an
-    answer have one advantage.
+    ``at_ratio_one``, options that change nothing while every ratio is 1.
 
     Example:
         >>> import tandem, torch

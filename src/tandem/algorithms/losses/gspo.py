@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from tandem.algorithms.losses.base import MicroBatch, Reduction, TokenLoss, clipped, ratio
 from tandem.errors import Bounded, bounded
@@ -21,25 +21,16 @@ class Gspo(Bounded):
 
     by_advantage: ClassVar[bool] = True
     at_ratio_one: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
-    per_token: ClassVar[tuple[str, ...]] = ("gradient",)
 
     clip_low: float = bounded(3e-4, most=1)
     """An answer of negative advantage stops pushing once its ratio is below 1 - clip_low."""
     clip_high: float = bounded(4e-4)
     """An answer of positive advantage stops pushing once its ratio is above 1 + clip_high."""
-    gradient: Literal["sequence", "token"] = "sequence"
-    """sequence: every token of an answer is pushed by the mean over its tokens; token (GSPO-token): by its own
-    advantage, times the same s. They differ if the tokens of one answer have different advantages."""
     reduction: Reduction = "sequence"
     """sequence: mean over answers, as in the paper; token: longer answers weigh more; constant: see grpo."""
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
         """Per-token loss; its sum over an answer has the gradient of the answer's own objective times its length."""
-        gap_N = logprobs_N - micro.old_logprobs_N
-        if self.gradient == "sequence":
-            ratio_N = ratio(micro.means(gap_N))[micro.sample_N]
-        else:
-            same_N = (logprobs_N - logprobs_N.detach()).exp()  # 1, with the gradient of the token's own logprob
-            ratio_N = ratio(micro.means(gap_N.detach()))[micro.sample_N] * same_N
+        ratio_N = ratio(micro.means(logprobs_N - micro.old_logprobs_N))[micro.sample_N]
         loss_N, metrics = clipped(ratio_N, micro.advantages_N, self.clip_low, self.clip_high, None)
         return TokenLoss(loss_N=loss_N, metrics=metrics)
