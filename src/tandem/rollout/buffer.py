@@ -163,7 +163,7 @@ class RolloutBuffer:
         self._sampler = TaskSampler(self.runners, config.steps, config.reroll, config.curriculum, self._rerolled)
         self._replay = ReplayBuffer(config.replay)
         self._forecast = SignalForecast(self._oversample)
-        self._metrics = BufferMetrics(config, self._by_name)
+        self._metrics = BufferMetrics(self._by_name)
 
     @asynccontextmanager
     async def open(self, data_state: DataState) -> AsyncIterator[RolloutBuffer]:

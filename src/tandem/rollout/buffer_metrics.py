@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from tandem.config.loading import RunConfig
 from tandem.metrics import Histogram, Sum, Value, merge
 from tandem.rollout.measure import measure
 from tandem.rollout.source import Draw
@@ -20,8 +19,8 @@ class BufferMetrics:
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
 
-    def __init__(self, config: RunConfig, runners: Mapping[str, EnvRunner]) -> None:
-        self._config, self._runners = config, runners
+    def __init__(self, runners: Mapping[str, EnvRunner]) -> None:
+        self._runners = runners
         self._playing = 0
         self._idle_since = self.clock()
         self._reset()
@@ -71,22 +70,15 @@ class BufferMetrics:
 
     def collect(self) -> Mapping[str, Value]:
         """The metrics; counting begins anew."""
-        config = self._config
         self._count_idle()
         idle = {"engine/idle_seconds": Sum(self._idle)}
         reasons = ("zero_variance", "stale", "failed", "surplus")
         drops = {f"groups/dropped_{reason}": Sum(float(self.dropped[reason])) for reason in reasons}
         drops["tokens/dropped"] = Sum(float(self.tokens_dropped))
         taken = {f"env/{name}/trained": Sum(float(self.trained[name])) for name in self._runners}
-        enabled = {
-            "replayed": bool(config.replay.size),
-            "rerolled": config.reroll.start_fraction < 1,
-            "kept_zero_variance": config.max_resample_times is not None,
-        }
-        counted = [name for name, on in enabled.items() if on]
-        reused: dict[str, Value] = {f"groups/{name}": Sum(float(self.reused[name])) for name in counted}
-        if self.ages:
-            reused["replay/age"] = Histogram(tuple(self.ages))
-        metrics = merge([*self._measured, idle, drops, taken, reused])
+        kinds = ("replayed", "rerolled", "kept_zero_variance")
+        reused = {f"groups/{kind}": Sum(float(self.reused[kind])) for kind in kinds}
+        ages = {"replay/age": Histogram(tuple(self.ages))}
+        metrics = merge([*self._measured, idle, drops, taken, reused, ages])
         self._reset()
         return metrics

@@ -130,7 +130,7 @@ class TaskSampler:
         self._held: Counter[tuple[str, int]] = Counter()
         self._drawn: Counter[str] = Counter()
         self._again: list[Draw] = []
-        self._unsolved: dict[tuple[str, str], Draw] = {}
+        self._unsolved: dict[tuple[str, int], Draw] = {}
         self._rerolled: list[int] = []
 
     def open(self, data_state: DataState) -> None:
@@ -166,10 +166,6 @@ class TaskSampler:
             tasks={name: runner.mark for name, runner in self._runners.items()},
         )
 
-    def task(self, draw: Draw) -> tuple[Task, str]:
-        """The task of a draw and the id of its group."""
-        return self._runners[draw.env].of(draw)
-
     def next(self, env: str, batch: int) -> Draw:
         """The next draw of an environment, for a place of a batch."""
         for draw in self._again:
@@ -189,7 +185,7 @@ class TaskSampler:
         """A group was scored: note what its task did."""
         solved, answers = sum(map(self._runners[draw.env].solved, group.scored)), len(group.scored)
         if self._curriculum is not None and answers:
-            seen, place = self._seen.setdefault(draw.env, {}), self._place(draw)
+            seen, (_, place) = self._seen.setdefault(draw.env, {}), self._key(draw)
             seen[place] = seen.get(place, TaskHistory()).after(SolveCount(solved, answers))
         if self._from is not None:
             self._unsolved.pop(self._key(draw), None)
@@ -199,7 +195,7 @@ class TaskSampler:
     def over(self, draw: Draw) -> None:
         """A group was trained or dropped: a curriculum may choose its task again."""
         if self._curriculum is not None:
-            self._held[draw.env, self._place(draw)] -= 1
+            self._held[self._key(draw)] -= 1
 
     def taken(self, batches: int) -> None:
         """So many batches are complete."""
@@ -213,7 +209,7 @@ class TaskSampler:
             if draw.env == env:
                 del self._unsolved[key]
                 self._rerolled.append(batch)
-                self._on_reroll(self.task(draw)[1])
+                self._on_reroll(self._runners[env].of(draw)[1])
                 return draw
         return None
 
@@ -227,11 +223,11 @@ class TaskSampler:
 
     def _comes(self, draw: Draw, curriculum: Curriculum) -> bool:
         """Whether a task has its turn in an epoch: with a chance that is its weight, and not while it is played."""
-        runner, place = self._runners[draw.env], self._place(draw)
-        if self._held[draw.env, place]:
+        runner, (env, place) = self._runners[draw.env], self._key(draw)
+        if self._held[env, place]:
             return False
         task, _ = runner.of(draw)
-        returned: object = curriculum.weight(task, self._seen.get(draw.env, {}).get(place, TaskHistory()))
+        returned: object = curriculum.weight(task, self._seen.get(env, {}).get(place, TaskHistory()))
         weight = float(returned) if isinstance(returned, Real) else math.nan
         if not 0.0 <= weight <= 1.0:
             raise EnvError(f"the curriculum gave task {task.id} the weight {returned}; it must be from 0 to 1")
@@ -239,10 +235,8 @@ class TaskSampler:
 
     def _hold(self, draw: Draw) -> None:
         if self._curriculum is not None:
-            self._held[draw.env, self._place(draw)] += 1
+            self._held[self._key(draw)] += 1
 
-    def _place(self, draw: Draw) -> int:
-        return self._runners[draw.env].place(draw)
-
-    def _key(self, draw: Draw) -> tuple[str, str]:
-        return draw.env, self.task(draw)[0].id
+    def _key(self, draw: Draw) -> tuple[str, int]:
+        """What a draw's task is known by, however often it is drawn."""
+        return draw.env, self._runners[draw.env].place(draw)

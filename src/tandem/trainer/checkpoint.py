@@ -364,9 +364,11 @@ def _seal(aside: Path, final: Path) -> None:
     if any((aside / "model").glob("model-*-of-*.safetensors")):
         write_index(aside / "model")
     machine.apply_umask(aside)
-    _flush(aside)
+    # A rename that survives a power cut must not point to empty files.
+    for path in [*aside.rglob("*"), aside]:
+        _flush(path)
     aside.rename(final)
-    _flush_folder(final.parent)
+    _flush(final.parent)
 
 
 def _aside(path: Path) -> Path:
@@ -390,13 +392,8 @@ def _unreadable(file: Path, error: Exception) -> str:
     return f"{file} cannot be read ({type(error).__name__}: {error}); {remedy}"
 
 
-def _flush(folder: Path) -> None:
-    """Make every file's bytes and name durable: a rename that survives a power cut must not point to empty files."""
-    for path in [*folder.rglob("*"), folder]:
-        _flush_folder(path)
-
-
-def _flush_folder(path: Path) -> None:
+def _flush(path: Path) -> None:
+    """Make a file's bytes, or the names in a folder, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

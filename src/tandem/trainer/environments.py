@@ -232,11 +232,6 @@ def postprocess(config: PlayOptions) -> PostprocessRewards:
     return penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else keep_rewards
 
 
-def demonstrator(config: RunConfig, template: Template, policy: Policy) -> Demonstrator:
-    """What makes rollouts of given replies."""
-    return Demonstrator(template=template, context=memory.context(config, policy.config))
-
-
 def warm_started(
     config: RunConfig, template: Template, policy: Policy, runners: Sequence[EnvRunner], source: RolloutSource
 ) -> RolloutSource:
@@ -253,7 +248,7 @@ def warm_started(
         steps=config.warm_steps,
         orders=orders,
         places=(lambda _: [chats.NAME] * places) if config.demonstrates else MixtureSchedule(runners, places).batch,
-        demonstrated=demonstrator(config, template, policy),
+        demonstrated=Demonstrator(template=template, context=memory.context(config, policy.config)),
         after=source,
     )
 
@@ -267,7 +262,7 @@ def held_out_replies(
     pairs: list[tuple[EnvRunner | None, Task]] = [(runner, task) for runner in runners for task in runner.tasks]
     if config.demonstrates:
         pairs = [(None, task) for task in replies(config, "test")[chats.NAME][: config.evaluate.tasks]]
-    demonstrate = demonstrator(config, template, policy)
+    demonstrate = Demonstrator(template=template, context=memory.context(config, policy.config))
     rollouts = (demonstrate(order, task, f"{task.id}@eval/0") for order, task in pairs)
     return [rollout for rollout in rollouts if rollout is not None]
 
