@@ -198,7 +198,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One exchange: the token ids the engine was given, what it sampled, what came back."""
+    """One exchange: the token ids the engine was given, and what it sampled."""
 
     prompt: tuple[int, ...]
     """Every token id before the completion (of a later turn: the whole conversation so far)."""
@@ -206,8 +206,6 @@ class Turn:
     """What was sampled after the prompt."""
     temperature: float
     """Temperature the tokens were sampled at."""
-    reply: tuple[Message, ...] = ()
-    """What the environment answered (tool results, a user's next line)."""
     reward: float | None = None
     """What the environment gave this turn alone, beside the rollout's reward; ``advantage: turn_returns`` reads it."""
     trained: bool = True

@@ -165,7 +165,7 @@ def test_a_tool_is_called_and_every_token_is_as_it_was_sampled(python: str, tool
     (rollout,) = group(Verifiers(id="tandem-tool", python=python), tools, [*tokens, END], [64, END], size=1).rollouts
     first, second = rollout.turns
     assert second.prompt[: len(first.prompt) + len(tokens) + 1] == (*first.prompt, *tokens, END)
-    assert [message.content for message in first.reply] == ["42"]
+    assert [message.content for message in rollout.messages if message.role == "tool"] == ["42"]
     assert first.completion.versions == (4,) * (len(tokens) + 1)
     assert rollout.metrics["rubric/messages"] == 3.0
     assert rollout.reward == pytest.approx(3.0 + 0.1 * rollout.metrics["rubric/characters"])

@@ -115,13 +115,13 @@ def group() -> Group:
         id="3+4", env="e", prompt=(Message(role="user", content="3 + 4?"),), answer="7", meta={"n": [1, {"a": None}]}
     )
     completion = Completion(tokens=(5, 6), logprobs=(-0.1, -1 / 3), versions=(1, 2), finish="stop")
-    turn = Turn(prompt=(1, 2), completion=completion, temperature=0.7, reply=(Message(role="tool", content="é"),))
+    turn = Turn(prompt=(1, 2), completion=completion, temperature=0.7)
     rollouts = tuple(
         Rollout(
             id=f"3+4@0/{n}",
             task=task,
             turns=(turn,),
-            messages=task.prompt,
+            messages=(*task.prompt, Message(role="tool", content="é")),
             status="ok",
             rewards={"number": 0.1 + 0.2},
             reward=reward,

@@ -39,7 +39,7 @@ def test_a_longer_conversation_goes_on_with_the_very_tokens(template: Template) 
         whole = (*one.prompt, *one.completion.tokens)
         assert two.prompt[: len(whole)] == whole
         assert two.prompt[len(whole)] != END, "the end token is there already"
-        assert one.reply == (Message(role="user", content="go on"),)
+        assert Message(role="user", content="go on") in session.messages
         assert two.completion.versions == (4, 4)
         assert [m.role for m in session.messages] == ["user", "assistant", "user", "assistant"]
 

@@ -50,7 +50,6 @@ class _Conversation:
     """A conversation that the policy has spoken in last."""
 
     tokens: tuple[int, ...]
-    turn: int
     messages: tuple[Message, ...]  # as people read it
 
 
@@ -100,7 +99,7 @@ class Session:
             whole = self.template.decode(turn.completion.tokens)
             text, calls = read(form, offer, _cut(whole, sampling.stop))
             self.messages = (*before, Message(role="assistant", content=whole))
-            known = _Conversation((*turn.prompt, *turn.completion.tokens), len(self.turns) - 1, self.messages)
+            known = _Conversation((*turn.prompt, *turn.completion.tokens), self.messages)
             self._conversations[_extended(key, spoken(text, calls))] = known
             return Reply(text=text, calls=calls, turn=turn)
 
@@ -166,8 +165,7 @@ class Session:
     ) -> tuple[Sequence[int], bytes, tuple[Message, ...]]:
         """A conversation as token ids, its key, and its messages as people read them.
 
-        The ids are those of the longest conversation that it extends, and of what is new, which is noted as the reply
-        to that one's turn.
+        The ids are those of the longest conversation that it extends, and of what is new.
         """
         keys = list(accumulate(messages, _extended, initial=offer.key))
         for cut in range(len(messages) - 1, 0, -1):
@@ -175,9 +173,7 @@ class Session:
                 before, new = messages[: cut - 1], messages[cut:]
                 last = earlier.tokens[-1]
                 bridge = self.template.bridge(before, new, last, offer.tools, offer.template_options)
-                said = tuple(map(as_text, new))
-                self.turns[earlier.turn] = replace(self.turns[earlier.turn], reply=said)
-                return [*earlier.tokens, *bridge], keys[-1], (*earlier.messages, *said)
+                return [*earlier.tokens, *bridge], keys[-1], (*earlier.messages, *map(as_text, new))
         tokens = self.template.prompt(messages, offer.tools, offer.template_options)
         return tokens, keys[-1], tuple(map(as_text, messages))
 

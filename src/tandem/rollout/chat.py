@@ -128,10 +128,8 @@ class EngineChat:
         """Join the last completion and the environment's reply to the prompt of the next turn."""
         if not self._pending:
             raise EnvError("the policy was to speak twice without a message in between; call chat.add first")
-        last = self._turns[-1]
-        reply = tuple(self._pending)
-        self._turns[-1] = replace(last, reply=reply)
-        opening = self._messages[: len(self._messages) - len(reply) - 1]
-        bridge = self._template.bridge(opening, reply, last=last.completion.tokens[-1])
-        self._tokens = (*self._tokens, *last.completion.tokens, *bridge)
+        sampled = self._turns[-1].completion.tokens
+        opening = self._messages[: len(self._messages) - len(self._pending) - 1]
+        bridge = self._template.bridge(opening, self._pending, last=sampled[-1])
+        self._tokens = (*self._tokens, *sampled, *bridge)
         self._pending.clear()
