@@ -61,9 +61,6 @@ class Stepper(Protocol):
         The norm is float64 with no dimension, wherever it was computed: not to look at it is not to wait for it.
         """
 
-    def zero_grad(self) -> None:
-        """Forget the gradients of an unfinished step."""
-
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-exact resume needs, as tensors and plain values."""
 
@@ -159,6 +156,9 @@ class PartStepper(Stepper, Protocol):
 
     def forget(self, parameter: Parameter) -> None:
         """Drop a part's gradient: there is none on any rank."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of an unfinished step."""
 
     def update_by(self, norm: Tensor, lr: float, max_grad_norm: float) -> None:
         """Update the parts that have a gradient, clipped by this norm, unless it is not finite; forget gradients."""

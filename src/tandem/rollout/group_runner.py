@@ -132,14 +132,15 @@ PostprocessRewards = Callable[[Group], Group]
 
 def penalise_truncated(penalty: float) -> PostprocessRewards:
     """Subtracts ``penalty`` from the reward of every answer cut by a length limit."""
+    return lambda group: penalised(group, {r.id: penalty for r in group.rollouts if r.truncated})
 
-    def penalise(group: Group) -> Group:
-        rollouts = [
-            replace(r, reward=r.reward - penalty) if r.truncated and r.reward is not None else r for r in group.rollouts
-        ]
-        return replace(group, rollouts=tuple(rollouts))
 
-    return penalise
+def penalised(group: Group, penalties: Mapping[str, float]) -> Group:
+    """The group with penalties taken off its rewards, by the rollouts' ids."""
+    rollouts = (
+        r if r.reward is None else replace(r, reward=r.reward - penalties.get(r.id, 0.0)) for r in group.rollouts
+    )
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def keep_rewards(group: Group) -> Group:

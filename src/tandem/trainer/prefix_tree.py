@@ -107,9 +107,7 @@ class PackedRow:
 def _alike(a: Ints, b: Ints) -> int:
     """Leading tokens that are the same."""
     n = min(len(a), len(b))
-    other = a[:n] != b[:n]
-    at = int(other.argmax()) if n else 0
-    return at if n and other[at] else n
+    return int(np.append(a[:n] != b[:n], True).argmax())
 
 
 def _kept(depths: Sequence[int]) -> list[int]:

@@ -65,9 +65,6 @@ class Recorder:
         """Begin an update; a weight that no token reaches has a gradient of 0."""
         self._sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
 
-    def zero_grad(self) -> None:
-        """Nothing unfinished is kept."""
-
     def state_dict(self) -> dict[str, Any]:
         """It has no state."""
         return {}
