@@ -50,17 +50,12 @@ def accelerator() -> Machine | None:
     return Machine(name=torch.cuda.get_device_name(0), free=free, total=total, is_host=False)
 
 
-def accelerated(devices: Path = Path("/dev")) -> bool:
-    """True if there may be an accelerator, by the system's devices; without torch."""
-    return any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()
-
-
 def computes_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo"), devices: Path = Path("/dev")) -> bool:
     """True if this machine has instructions for bfloat16: an accelerator, or a processor that says so; without torch.
 
     A processor without them emulates: steps take more than twice as long as in float32.
     """
-    if accelerated(devices):
+    if any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists():  # an accelerator's devices
         return True
     words = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split())
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})

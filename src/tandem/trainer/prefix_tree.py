@@ -46,10 +46,6 @@ class PrefixTree:
         depth: int = self._shared[low][high - low - 1]
         return depth
 
-    def depths(self, members: Sequence[int]) -> list[int]:
-        """Of sequences in the order of the tree: what each shares with the one before it, 0 for the first."""
-        return [0, *(self.shared(a, b) for a, b in pairwise(members))]
-
 
 @dataclass(slots=True)
 class PackedRow:
@@ -66,7 +62,8 @@ class PackedRow:
     def add(self, tree: PrefixTree, members: Sequence[int]) -> dict[int, Ints]:
         """Append some sequences of a group as a tree; the place in the row of each of their tokens."""
         members = sorted(members, key=tree.rank.__getitem__)
-        depths = tree.depths(members)
+        # What each shares with the one before it.
+        depths = [0, *(tree.shared(a, b) for a, b in pairwise(members))]
         places: dict[int, Ints] = {}
         before = np.empty(0, dtype=np.int64)
         for i, depth in zip(members, depths, strict=True):

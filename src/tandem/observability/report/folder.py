@@ -104,8 +104,7 @@ def load(path: Path, most: int | None = None) -> RunFolder:
 
 
 def _rows(path: Path, most: int | None) -> list[Row]:
-    rows = json_lines.read(path) if most is None else json_lines.sample(path, most, RECENT)
-    return [row for row in rows if isinstance(row.get("step"), int)]
+    return list(json_lines.read(path)) if most is None else json_lines.sample(path, most, RECENT)
 
 
 @lru_cache(maxsize=256)
