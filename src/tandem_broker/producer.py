@@ -20,7 +20,7 @@ from typing import Any
 
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError, TandemError
 from tandem.observability import waits
-from tandem.rollout.group_runner import GroupRunner, PostprocessRewards
+from tandem.rollout.group_runner import GroupRunner
 from tandem.rollout.source import Draw
 from tandem.rollout.task_sampler import TaskOrder
 from tandem.rollout.turns import unrecorded_options
@@ -64,8 +64,6 @@ class Producer:
     """The broker; open."""
     config: Work
     """What is played, how, and how much of it."""
-    postprocess_rewards: PostprocessRewards
-    """Adjusts rewards before a group is judged to be zero-variance."""
     limit: Callable[[int], None] = lambda tokens: None
     """Told the most tokens that the trainer takes of one sequence."""
     tally: GroupTally = field(default_factory=GroupTally)
@@ -185,7 +183,7 @@ class Producer:
         """Consumes: a task. Waits for: the engine, the graders, the broker."""
         finished, in_a_row = self._finished, self._in_a_row
         try:
-            await self._hand_in(self.postprocess_rewards(await self._run_group(task, name, draw)))
+            await self._hand_in(await self._run_group(task, name, draw))
         except Deadline as error:
             # Those that were late together count as one, and not at all where others came through meanwhile.
             late = in_a_row + 1 if self._finished == finished else 0

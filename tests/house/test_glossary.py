@@ -24,7 +24,7 @@ AS_A_NAME = {
     **dict.fromkeys(("streams",), "EnvMixture"),
     **dict.fromkeys(("draws",), "TaskSampler"),
     **dict.fromkeys(("cursor",), "DataState"),
-    **dict.fromkeys(("judge",), "postprocess_rewards"),
+    **dict.fromkeys(("judge",), "GroupRunner"),
     **dict.fromkeys(("needs",), "EngineRequirements"),
     **dict.fromkeys(("epoch",), "restart_count"),
     **dict.fromkeys(("era",), "weights_generation"),

@@ -17,7 +17,6 @@ from tandem.config.loading import RunConfig
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import EngineError
 from tandem.rollout.buffer import RolloutBuffer
-from tandem.rollout.group_runner import PostprocessRewards, keep_rewards
 from tandem.rollout.measure import Solved
 from tandem.rollout.source import DataState
 from tandem.rollout.task_sampler import EnvRunner
@@ -125,7 +124,6 @@ class Trainer:
         max_lag: int = 0,
         drop_zero_variance: bool = True,
         patience: int = 50,
-        postprocess_rewards: PostprocessRewards = keep_rewards,
         seed: int = 7,
         **reuse: Any,
     ) -> RolloutBuffer:
@@ -143,7 +141,6 @@ class Trainer:
             ),
             max_dropped_batches=patience,
             version=lambda: self.step,
-            postprocess_rewards=postprocess_rewards,
             on_drop=lambda reason, group: self.dropped.append((reason, group.id)),
             on_event=lambda name, fields: self.happened.append((name, dict(fields))),
         )

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, product, repeat
 from typing import Any
 
@@ -19,7 +19,6 @@ from support.tiers import examples
 from tandem.errors import EngineError, EnvError, Starved
 from tandem.metrics import flatten
 from tandem.rollout.buffer import TRANSITIONS, Entry, EntryState, RolloutBuffer
-from tandem.rollout.group_runner import penalise_truncated
 from tandem.rollout.mixture import REST, SAME, MixtureSchedule
 from tandem.rollout.source import Batch, DataState, Draw
 from tandem.trainer.state import TrainerState
@@ -239,26 +238,6 @@ def test_flat_groups_are_kept_if_asked_but_failed_ones_are_not() -> None:
     batches = trained(trainer, 10, drop_zero_variance=False)
     assert {mixed(group.rollouts[0].task) for batch in batches for group in batch} == {"ok", "zero_variance"}
     assert {reason for reason, _ in trainer.dropped} == {"failed"}
-
-
-def test_the_judge_has_the_last_word_on_what_is_flat() -> None:
-    def level(group: Group) -> Group:
-        return replace(group, rollouts=tuple(replace(r, reward=0.5) for r in group.rollouts))
-
-    with pytest.raises(Starved):
-        trained(Trainer(), 1, postprocess_rewards=level, patience=2)
-
-
-def test_penalty_is_taken_from_truncated_answers_alone() -> None:
-    task = tasks(1)[0]
-    made = (
-        rollout(task, "a/0", 1.0, (0,), "length"),
-        rollout(task, "a/1", 1.0, (0,)),
-        rollout(task, "a/2", None, (0,), "length"),
-    )
-    group = penalise_truncated(0.25)(Group(id="a", index=0, env="fake", rollouts=made))
-    assert [r.reward for r in group.rollouts] == [0.75, 1.0, None]
-    assert not group.zero_variance
 
 
 def test_stale_groups_are_dropped_and_played_again() -> None:

@@ -64,6 +64,7 @@ def play(
     context: int = 1024,
     max_tokens: int = 6,
     engine: Engine | None = None,
+    truncated: Any = "keep",
     **meta: Any,
 ) -> tuple[Group, Marks]:
     task = Task(id="t", env="talk", prompt=(Message(role="user", content="?"),), answer="", meta=meta)
@@ -78,6 +79,8 @@ def play(
                 graders=marks,  # type: ignore[arg-type]
                 template=template,
                 seed=seed,
+                truncated=truncated,
+                truncated_penalty=0.25,
             )
             sampling = Sampling(max_tokens=max_tokens)
             return await runner.run(task, id=id, index=4, size=size, sampling=sampling)
@@ -87,6 +90,24 @@ def play(
 
 def tokens(group: Group) -> list[tuple[int, ...]]:
     return [turn.completion.tokens for r in group.rollouts for turn in r.turns]
+
+
+def test_an_answer_that_was_cut_is_left_out_of_the_loss_or_pays(template: Template) -> None:
+    kept, masked, penalised = (
+        play(template, size=64, max_tokens=120, truncated=how)[0] for how in ("keep", "mask", "penalise")
+    )
+    cut = [rollout.truncated for rollout in kept.rollouts]
+    assert len(set(cut)) == 2
+    assert all(rollout.trained for rollout in (*kept.rollouts, *penalised.rollouts))
+    assert [not rollout.trained for rollout in masked.rollouts] == cut
+    rewards = [rollout.reward or 0.0 for rollout in kept.rollouts]
+    assert [rollout.reward for rollout in masked.rollouts] == rewards
+    assert [r.reward for r in penalised.rollouts] == [x - 0.25 * is_cut for x, is_cut in zip(rewards, cut, strict=True)]
+
+
+def test_a_failed_answer_that_was_cut_has_nothing_to_pay_with(template: Template) -> None:
+    group, _ = play(template, size=8, max_tokens=1, truncated="penalise", **{"raise": ValueError("late")})
+    assert [rollout.reward for rollout in group.rollouts] == [None] * 8
 
 
 def test_a_group_is_scored_as_soon_as_its_own_answers_are_there(template: Template) -> None:

@@ -17,13 +17,12 @@ from support.rollouts import make_group, make_rollout
 from tandem.config.loading import RunConfig
 from tandem.errors import ConfigError, Deadline, EngineError
 from tandem.observability import waits
-from tandem.rollout.group_runner import keep_rewards
 from tandem.rollout.task_sampler import TaskOrder
 from tandem.types import Group, Message, Sampling, Task
 from tandem_broker import recipe as recipes
 from tandem_broker.client import Connection, EnvClient
 from tandem_broker.commands import work
-from tandem_broker.commands.work import mask_truncated, play_by_flags
+from tandem_broker.commands.work import play_by_flags
 from tandem_broker.producer import IN_A_ROW, Producer
 from tandem_broker.protocol.messages import EnvRegistration, EnvStatus, Info
 from tandem_broker.remote_engine import RemoteEngine
@@ -166,7 +165,6 @@ def producer(broker: FakeBroker, **played: Any) -> Producer:
         tasks=TaskOrder(name="e", label="", tasks=tasks, seed=0),
         client=EnvClient(Connection(broker.url, retry=quick()), spec, key="k", poll=0.01),
         config=recipes.from_options({**PLAYED, **played}, [], "here"),
-        postprocess_rewards=keep_rewards,
         poll_seconds=0.01,
     )
 
@@ -388,14 +386,6 @@ def test_how_much_is_wanted(share: float | None, status: dict[str, Any], wanted:
     assert made.wanted(EnvStatus(current_step=0, **status)) == 0, "the size of a batch is not known yet"
     made._info = Info(batch_size=8, max_token_len=64)
     assert made.wanted(EnvStatus(current_step=0, **status)) == wanted
-
-
-def test_answers_that_were_cut_can_be_left_out_of_the_loss() -> None:
-    cut = make_rollout("g/0", [([1], [2], [-1.0])], 0.5, finish="length")
-    whole = make_rollout("g/1", [([1], [2], [-1.0])], 0.0)
-    group = mask_truncated(make_group("g", [cut, whole]))
-    assert [r.trained for r in group.rollouts] == [False, True]
-    assert [r.reward for r in group.rollouts] == [0.5, 0.0]
 
 
 # Engines elsewhere

@@ -375,7 +375,7 @@ async def _first_groups(config: RunConfig, runners: Sequence[EnvRunner], count: 
     table = MixtureSchedule(runners, config.groups_per_step)
     names = list(itertools.islice(itertools.chain.from_iterable(map(table.batch, itertools.count())), count))
     by_name = {runner.name: runner for runner in runners}
-    room, postprocess_rewards = asyncio.Semaphore(config.groups_per_step), environments.postprocess(config)
+    room = asyncio.Semaphore(config.groups_per_step)
     with progress.under_way("sampling", total=count, unit="groups") as played:
 
         async def play(index: int, name: str) -> Group:
@@ -386,7 +386,7 @@ async def _first_groups(config: RunConfig, runners: Sequence[EnvRunner], count: 
                     task, id=id, index=index, size=config.group_size, sampling=config.sampling
                 )
             played.advance()
-            return postprocess_rewards(group)
+            return group
 
         return await asyncio.gather(*(play(index, name) for index, name in enumerate(names)))
 

@@ -28,7 +28,6 @@ from tandem.config.loading import RunConfig
 from tandem.metrics import Value
 from tandem.observability import progress, waits
 from tandem.rollout.buffer_metrics import BufferMetrics
-from tandem.rollout.group_runner import PostprocessRewards
 from tandem.rollout.mixture import EnvMixture
 from tandem.rollout.oversampling import MOST, Oversample, SignalForecast
 from tandem.rollout.replay import ReplayBuffer
@@ -132,8 +131,6 @@ class RolloutBuffer:
     """Group size, groups per step, lag, sampling and drops."""
     version: Callable[[], int]
     """Optimizer steps taken."""
-    postprocess_rewards: PostprocessRewards
-    """Applied to a group's rewards before it is kept or dropped."""
     on_drop: Callable[[str, Group], None]
     """Called with a dropped group and why: zero_variance, stale or failed; surplus ones are only counted."""
     on_event: OnEvent = lambda name, fields: None
@@ -323,7 +320,7 @@ class RolloutBuffer:
                 group = await runner.group_runner.run(
                     task, id=id, index=entry.index, size=config.group_size, sampling=config.sampling
                 )
-            entry.score(self.postprocess_rewards(group))
+            entry.score(group)
             if self.config.on_policy_tail == "abort" and self.ahead == 0:
                 self._cut_tail()
             if played := not self._wave_is_out():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from typing import Literal
 
 from tandem.engines.base import Sampler
 from tandem.envs.base import Environment
@@ -41,6 +42,10 @@ class GroupRunner:
     """Seed of the run; with a group's id it fixes every random stream."""
     teacher: Score | None = None
     """Gives each token its advantage, where answers are to be as a teacher's."""
+    truncated: Literal["keep", "mask", "penalise"] = "keep"
+    """What becomes of answers that a length limit cut."""
+    truncated_penalty: float = 0.0
+    """What penalise subtracts from their reward."""
     _warned: set[str] = field(default_factory=set, init=False)
     """Kinds of failures of which the first was a warning."""
 
@@ -63,7 +68,7 @@ class GroupRunner:
         if finishes:
             rollouts = await self._finished(id, rollouts)
         graded = rollouts if singly else await self._graded(id, rollouts)
-        group = Group(id=id, index=index, env=self.name, rollouts=tuple(graded))
+        group = Group(id=id, index=index, env=self.name, rollouts=tuple(map(self._cut, graded)))
         if self.teacher is None:
             return group
         judging = judged(group, self.teacher)
@@ -72,6 +77,14 @@ class GroupRunner:
     async def _graded(self, id: str, rollouts: Sequence[Rollout]) -> list[Rollout]:
         grading = self.graders.grade(rollouts)
         return await waits.wait(grading, owner=f"rollouts group {id}", reason="rewards", on=f"grading of {id}")
+
+    def _cut(self, rollout: Rollout) -> Rollout:
+        """With what becomes of it where it was cut; its reward counts in its group in any case."""
+        if self.truncated == "keep" or not rollout.truncated:
+            return rollout
+        if self.truncated == "mask":
+            return replace(rollout, trained=False)
+        return rollout if rollout.reward is None else replace(rollout, reward=rollout.reward - self.truncated_penalty)
 
     async def _play(self, task: Task, prompt: tuple[int, ...], id: str, sampling: Sampling) -> Rollout:
         chat = EngineChat(self.engine, self.template, task, sampling, f"{self.seed}/{id}", prompt, id)
@@ -124,25 +137,3 @@ class GroupRunner:
     async def _answers(self, since: float) -> bool:
         """True if the engine is healthy, and has completed any request since."""
         return last_completion.get(self.engine, 0.0) > since and (await self.engine.health()).ok
-
-
-PostprocessRewards = Callable[[Group], Group]
-"""Hook that may rewrite a group's rewards before zero-variance filtering."""
-
-
-def penalise_truncated(penalty: float) -> PostprocessRewards:
-    """Subtracts ``penalty`` from the reward of every answer cut by a length limit."""
-    return lambda group: penalised(group, {r.id: penalty for r in group.rollouts if r.truncated})
-
-
-def penalised(group: Group, penalties: Mapping[str, float]) -> Group:
-    """The group with penalties taken off its rewards, by the rollouts' ids."""
-    rollouts = (
-        r if r.reward is None else replace(r, reward=r.reward - penalties.get(r.id, 0.0)) for r in group.rollouts
-    )
-    return replace(group, rollouts=tuple(rollouts))
-
-
-def keep_rewards(group: Group) -> Group:
-    """Rewards as they are."""
-    return group

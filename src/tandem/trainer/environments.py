@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tandem.config.loading import RunConfig
-from tandem.config.sources import EnvSource, PlayOptions
+from tandem.config.sources import EnvSource
 from tandem.engines.base import Engine
 from tandem.envs.base import Split
 from tandem.envs.data import chats
@@ -27,7 +27,7 @@ from tandem.rewards.grading.workers import Graders
 from tandem.rollout import template as rendering
 from tandem.rollout.buffer import RolloutBuffer
 from tandem.rollout.demonstrations import Demonstrator, WarmStartSource
-from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
+from tandem.rollout.group_runner import GroupRunner
 from tandem.rollout.measure import Solved
 from tandem.rollout.mixture import MixtureSchedule
 from tandem.rollout.source import RolloutSource
@@ -171,6 +171,8 @@ class RunEnvironments:
                     template=template,
                     seed=self.config.seed,
                     teacher=teacher,
+                    truncated=self.config.truncated,
+                    truncated_penalty=self.config.truncated_penalty,
                 ),
                 tasks=tasks[name],
                 solved=_solved(self.config.sources[name], graders),
@@ -227,11 +229,6 @@ class StepCounter:
         return self.step
 
 
-def postprocess(config: PlayOptions) -> PostprocessRewards:
-    """Postprocessing of a group's rewards, as the recipe says."""
-    return penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else keep_rewards
-
-
 def warm_started(
     config: RunConfig, template: Template, policy: Policy, runners: Sequence[EnvRunner], source: RolloutSource
 ) -> RolloutSource:
@@ -282,7 +279,6 @@ def rollout_source(
             runners=runners,
             config=config,
             version=trained.current,
-            postprocess_rewards=postprocess(config),
             on_drop=dropped(config, trained, telemetry),
             on_event=lambda name, fields: telemetry.event(name, **fields),
         )

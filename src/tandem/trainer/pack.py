@@ -31,7 +31,6 @@ from tandem.model.penalties import Past, Penalties, TokenHistory, joined
 from tandem.model.plans import moved
 from tandem.model.policy import Policy
 from tandem.model.routing import OWN, Routing
-from tandem.rollout.group_runner import penalised
 from tandem.trainer.balance import Balance, GroupSamples, rounds_of
 from tandem.trainer.pairs import is_cut
 from tandem.trainer.prefix_tree import Ints, PackedRow, PrefixTree
@@ -231,7 +230,7 @@ class Packer:
         groups = self.credited(groups)
         by_rollout: dict[str, float] = {}
         samples: list[list[Sample]] = []
-        adjusted = [penalised(group, penalties) for group in groups] if penalties else groups
+        adjusted = [_penalised(group, penalties) for group in groups] if penalties else groups
         for group, values in zip(groups, advantages(self.advantage, adjusted), strict=True):
             siblings: list[Sample] = []
             for rollout, value in zip(group.scored, values, strict=True):
@@ -375,6 +374,14 @@ class Packer:
         whole = moved(np.concatenate(arrays, dtype=kind, casting="same_kind"), self.device)
         parts: tuple[Tensor, ...] = whole.split([len(array) for array in arrays])
         return parts
+
+
+def _penalised(group: Group, penalties: Mapping[str, float]) -> Group:
+    """The group with penalties taken off its rewards."""
+    rollouts = (
+        r if r.reward is None else replace(r, reward=r.reward - penalties.get(r.id, 0.0)) for r in group.rollouts
+    )
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def _advantage(config: RunConfig) -> Advantage:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import secrets
@@ -29,7 +28,7 @@ from tandem.rollout.task_sampler import TaskOrder
 from tandem.rollout.template import FIRST_PROMPTS, Template, longest_prompt
 from tandem.together import together
 from tandem.trainer import environments
-from tandem.types import Group, Sampling
+from tandem.types import Sampling
 from tandem_broker.client import Connection, EnvClient, key_in
 from tandem_broker.producer import GroupTally, Producer
 from tandem_broker.protocol.messages import EnvRegistration
@@ -160,12 +159,18 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
         yield [
             Producer(
                 worker=GroupRunner(
-                    name=name, env=env, engine=engine, graders=graders, template=template, seed=config.seed
+                    name=name,
+                    env=env,
+                    engine=engine,
+                    graders=graders,
+                    template=template,
+                    seed=config.seed,
+                    truncated=config.truncated,
+                    truncated_penalty=config.truncated_penalty,
                 ),
                 tasks=TaskOrder(name=name, label="", tasks=tasks[name], seed=config.seed),
                 client=client,
                 config=config,
-                postprocess_rewards=mask_truncated if config.truncated == "mask" else environments.postprocess(config),
                 limit=engine.limit,
                 tally=tallies[name],
             )
@@ -187,12 +192,6 @@ def _warn_of_other_engines(engine: RemoteEngine, sampling: Sampling) -> None:
     if not engine.tells_versions and sampling != plain:
         remedy = "give vLLM --logprobs-mode processed_logprobs, or sample with temperature 1 and nothing cut off"
         log.warning("these engines are not Tandem's: %s", remedy)
-
-
-def mask_truncated(group: Group) -> Group:
-    """A judge that keeps answers cut by a length limit from being trained on; their rewards still count."""
-    rollouts = [dataclasses.replace(r, trained=False) if r.truncated else r for r in group.rollouts]
-    return dataclasses.replace(group, rollouts=tuple(rollouts))
 
 
 def _end_tokens(name: str, model: Any, tokenizer: Any) -> list[int]:
