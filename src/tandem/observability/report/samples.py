@@ -173,8 +173,8 @@ def answers(run: RunFolder, most_bytes: int = 600_000) -> list[Json]:
             "task": task,
             "prompt": sample.get("prompt", ""),
             "answer": sample.get("answer", ""),
-            "before": _said(sample),
-            "after": _said(after[task]) if after else None,
+            "before": _answer(sample),
+            "after": _answer(after[task]) if after else None,
         }
         for task, sample in before.items()
         if task in after or not after
@@ -193,5 +193,5 @@ def _by_task(row: Row) -> dict[str, Row]:
     return {str(sample.get("task", "")): sample for sample in row["rollouts"]}
 
 
-def _said(sample: Row) -> Row:
+def _answer(sample: Row) -> Row:
     return {"reward": sample.get("reward"), "text": sample.get("text", "")}
