@@ -277,7 +277,7 @@ def test_the_trainer_has_the_logprobs_of_penalised_answers(served: Served, sampl
         (micro,) = pack([make_group("t@0", rollouts)], version=0).micro
         step = LocalWork(policy=policy, objective=Objective(loss=Grpo()), stepper=None, sampling=sampling)  # type: ignore[arg-type]
         with torch.no_grad():
-            mine, plain = step.logprobs(micro), step.logprobs(replace(micro, history=None))
+            (mine, _), (plain, _) = step._distribution(micro), step._distribution(replace(micro, history=None))
     recorded = micro.batch.behavior_logprobs_N
     assert near(mine.tolist(), recorded.tolist())
     assert (plain - recorded).abs().max() > (GAP if CUDA else 10 * GAP), "without penalties it has others"

@@ -218,7 +218,9 @@ async def _assemble(
     config, folder = world.config, lock.folder
     sources = config.sources if config.plays else {}
     playing = await stack.enter_async_context(environments.opened(config, sources, folder / "logs" / "graders.log"))
-    await _grade_gold(playing)
+    with progress.under_way("grading the first gold answers"):
+        for name, graders in playing.graders.items():
+            await require_full_marks(name, config.sources[name].env, graders)
     reference = await reference_of(config, world.policy)
     state = await restore_weights(folder / "checkpoints", world, TrainerState.fresh(config))
     requirements = engine_requirements(config, folder, restored=state.step)
@@ -246,6 +248,8 @@ async def _assemble(
     teacher = await stack.enter_async_context(_teacher(config, policy, template))
     runners = playing.runners(engine, template, tasks.get("train", {}), teacher)
     source = environments.rollout_source(config, folder, policy, engine, runners, trained, telemetry)
+    evaluated = playing.runners(engine, template, held_out(config, tasks.get("test", {})))
+    replies = environments.held_out_replies(config, template, policy, evaluated)
     run = loop.RunParts(
         steps=config.steps,
         policy=policy,
@@ -254,7 +258,7 @@ async def _assemble(
         pack=Packer.of(config, policy, ranks=world.size),
         step=Step.of(config, work),
         checkpoints=checkpoints,
-        evaluator=_evaluator(config, policy, engine, template, playing, tasks, telemetry),
+        evaluator=Evaluator(config, evaluated, telemetry, engine.score, replies),
         telemetry=telemetry,
         records=partial(records, template=template, skip_forced=bool(config.sampling.regex)),
         show=Completions(config.print_completions, telemetry),
@@ -264,26 +268,6 @@ async def _assemble(
         on_policy=config.max_lag == config.sync.behind,
     )
     return run, state
-
-
-async def _grade_gold(playing: environments.RunEnvironments) -> None:
-    with progress.under_way("grading the first gold answers"):
-        for name, graders in playing.graders.items():
-            await require_full_marks(name, playing.config.sources[name].env, graders)
-
-
-def _evaluator(
-    config: RunConfig,
-    policy: Policy,
-    engine: Engine,
-    template: Template,
-    playing: environments.RunEnvironments,
-    tasks: Mapping[Split, environments.Tasks],
-    telemetry: Telemetry,
-) -> Evaluator:
-    runners = playing.runners(engine, template, held_out(config, tasks.get("test", {})))
-    replies = environments.held_out_replies(config, template, policy, runners)
-    return Evaluator(config, runners, telemetry, engine.score, replies)
 
 
 @asynccontextmanager

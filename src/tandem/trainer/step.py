@@ -314,14 +314,13 @@ class LocalWork:
         if micro.plan.experts_TLK is not None:  # the sampler's choice was the policy's; the reference makes its own
             micro = replace(micro, plan=replace(micro.plan, experts_TLK=None))
         with torch.no_grad(), self.reference.in_place():
-            return self.logprobs(micro)
-
-    def logprobs(self, micro: Micro) -> Tensor:
-        """Logprob of each trained token, float32, as it was sampled: penalised, at its temperature, in its support."""
-        return self._distribution(micro)[0]
+            return self._distribution(micro)[0]
 
     def _distribution(self, micro: Micro, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """What ``logprobs`` returns, and the entropy of the distribution each token was sampled from, nats."""
+        """Logprob of each trained token, and the entropy, in nats, of the distribution that it was sampled from.
+
+        float32, as it was sampled: penalised, at its temperature, in its support.
+        """
         part = self.part(micro)
         head, sampling = self.policy.head, Sampling() if micro.supervised else self.sampling
         logprobs_M, entropy_M = token_logprobs(
