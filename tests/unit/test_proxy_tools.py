@@ -156,10 +156,10 @@ def test_a_stream_has_calls_and_counts(hermes: Template) -> None:
         text = await post(USER, tools=[ADD], stream=True, stream_options={"include_usage": True})
         events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
         assert events.pop() == "[DONE]"
-        said, counts = map(json.loads, events)
-        (call,) = said["choices"][0]["delta"]["tool_calls"]
+        chunk, counts = map(json.loads, events)
+        (call,) = chunk["choices"][0]["delta"]["tool_calls"]
         assert (call["index"], call["function"]["name"]) == (0, "add")
-        assert said["choices"][0]["finish_reason"] == "tool_calls"
+        assert chunk["choices"][0]["finish_reason"] == "tool_calls"
         assert counts["choices"] == []
         assert counts["usage"]["completion_tokens"] == len(session.turns[0].completion.tokens)
 
@@ -286,9 +286,9 @@ def test_completions_of_many(hermes: Template) -> None:
         await post(path="v1/completions", prompt=[[1], [2, 3]])
         assert [turn.prompt for turn in session.turns[-2:]] == [(1,), (2, 3)]
         events = (await post(path="v1/completions", prompt="x", stream=True)).split("\n\n")
-        said = json.loads(events[0].removeprefix("data: "))
-        assert said["object"] == "text_completion"
-        assert (said["choices"][0]["text"], said["choices"][0]["finish_reason"]) == ("d", "stop")
+        chunk = json.loads(events[0].removeprefix("data: "))
+        assert chunk["object"] == "text_completion"
+        assert (chunk["choices"][0]["text"], chunk["choices"][0]["finish_reason"]) == ("d", "stop")
 
     talked(hermes, engine, talk)
 

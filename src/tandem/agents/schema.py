@@ -213,8 +213,8 @@ def _spoken(message: _RequestMessage) -> Message:
         raise BadRequest("function_call cannot be read; give tool_calls", param="messages")
     calls = [call.written(call.value()) for call in map(_called, message.tool_calls or ())]
     fields = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
-    given = {name: value for name, value in fields.items() if value}
-    return Message(role=message.role, content=text_of(message.content, "messages"), fields=given)
+    present = {name: value for name, value in fields.items() if value}
+    return Message(role=message.role, content=text_of(message.content, "messages"), fields=present)
 
 
 def _called(call: _RequestCall) -> ToolCall:

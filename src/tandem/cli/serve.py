@@ -161,5 +161,4 @@ class ModelServer(Proxy):
     base = "/v1"
 
     def _session(self, request: web.Request) -> Session:
-        begun = self.session
-        return ServedRequest(begun.engine, begun.template, begun.sampling, secrets.token_hex(8))
+        return ServedRequest(self.session.engine, self.session.template, self.session.sampling, secrets.token_hex(8))
