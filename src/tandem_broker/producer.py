@@ -85,10 +85,6 @@ class Producer:
     _logged_at: float = -math.inf
     _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
-    @property
-    def _size(self) -> int:
-        return self.client.spec.group_size
-
     async def run(self, stop: asyncio.Event) -> None:
         """Play until the trainer has all it wanted, or until ``stop``; then finish what is under way.
 
@@ -143,10 +139,16 @@ class Producer:
         batch = self._info.batch_size
         if self._info.max_token_len > 0:
             self.limit(self._info.max_token_len)
-        if 0 < batch < self._size:
-            raise ConfigError(f"group_size is {self._size}, a batch has {batch} sequences; lower group_size to {batch}")
-        if batch > 0 and batch % self._size:
-            log.warning("batches of %d are no multiple of group_size %d: others must fill them up", batch, self._size)
+        if 0 < batch < self.config.group_size:
+            raise ConfigError(
+                f"group_size is {self.config.group_size}, a batch has {batch} sequences; lower group_size to {batch}"
+            )
+        if batch > 0 and batch % self.config.group_size:
+            log.warning(
+                "batches of %d are no multiple of group_size %d: others must fill them up",
+                batch,
+                self.config.group_size,
+            )
 
     def _is_finished(self, status: EnvStatus) -> bool:
         most = self.config.total_steps
@@ -160,9 +162,9 @@ class Producer:
         if batch <= 0:
             return 0
         allowed = int(batch * min(1.0, status.unallocated_fraction + share))
-        room = int(self.config.ahead * allowed / self._size) - status.queue_size
+        room = int(self.config.ahead * allowed / self.config.group_size) - status.queue_size
         # A guaranteed share is filled even while others fill the queue.
-        guaranteed = math.ceil(self.config.ahead * int(batch * share) / self._size) - status.self_queue_size
+        guaranteed = math.ceil(self.config.ahead * int(batch * share) / self.config.group_size) - status.self_queue_size
         most = max(1, round(self.config.n * min(1.0, status.env_weight)))
         return max(0, min(most, max(room, guaranteed)))
 
@@ -204,7 +206,7 @@ class Producer:
             try:
                 async with asyncio.timeout(seconds):
                     return await self.worker.run(
-                        task, id=name, index=draw, size=self._size, sampling=self.config.sampling
+                        task, id=name, index=draw, size=self.config.group_size, sampling=self.config.sampling
                     )
             except TimeoutError as error:
                 raise Deadline(f"{wait.sentence()}; group_seconds is {seconds:g}", on=wait.on) from error
@@ -222,12 +224,12 @@ class Producer:
         rewards = [r.reward for r in group.scored if r.reward is not None]
         num, total = self.tally.rewards
         self.tally.rewards = (num + len(rewards), total + math.fsum(rewards))
-        if len(group.scored) < self._size:
+        if len(group.scored) < self.config.group_size:
             # A broker joins odd groups to whole ones only by luck; until then they would lie there.
             why = next((r.error for r in group.rollouts if r.error), "no reward")
             level = logging.DEBUG if self.tally.groups["failed"] else logging.WARNING
             log.log(level, "group %s is left out: %d of %d answers have a reward: %s", group.id, len(rewards),
-                    self._size, why)  # fmt: skip
+                    self.config.group_size, why)  # fmt: skip
             self.tally.groups["failed"] += 1
         elif self.config.zero_variance_groups == "drop" and group.zero_variance:
             self.tally.groups["zero_variance"] += 1
@@ -255,6 +257,7 @@ class Producer:
         self._logged_at = now
         (num, total), self.tally.rewards = self.tally.rewards, (0, 0.0)
         mean = f"; mean reward {total / num:.3f}" if num else ""
-        queued = f"{status.queue_size} queued of {self.config.ahead * max(0, self._info.batch_size) / self._size:g}"
+        most = self.config.ahead * max(0, self._info.batch_size) / self.config.group_size
+        queued = f"{status.queue_size} queued of {most:g}"
         log.info("%s at step %d: %s; %d being played, %s%s", self.client.spec.desired_name, status.current_step,
                  self.tally.line(), len(self._running), queued, mean)  # fmt: skip

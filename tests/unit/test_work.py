@@ -127,7 +127,7 @@ def test_mistakes_in_flags_are_told_before_an_engine_is_waited_for(
 # How much is played
 
 
-PLAYED = {"model": "m", "env": "arithmetic", "broker": "http://b:1", "engine": "http://e:1", "n": 3}
+PLAYED = {"model": "m", "env": "arithmetic", "broker": "http://b:1", "engine": "http://e:1", "n": 3, "group_size": 2}
 
 
 class FakeWorker:
