@@ -77,14 +77,14 @@ def test_a_server_has_no_ranks(read: Read, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "h")
     monkeypatch.setenv("MASTER_PORT", "1")
-    served = read({"trl.use_vllm": True}, serving=True).options
+    served = read({"trl.use_vllm": True}, serving=True).written
     assert "ranks" not in served
     assert "distributed" not in served
 
 
 def test_a_server_may_be_at_an_ipv6_address(read: Read) -> None:
     at = {"trl.use_vllm": True, "trl.vllm_mode": "server", "trl.vllm_server_host": "::1", "trl.vllm_server_port": 9}
-    engine = read(at).options["engine"]
+    engine = read(at).written["engine"]
     assert isinstance(engine, dict)
     assert engine["urls"] == ["http://[::1]:9"]
 
@@ -149,7 +149,7 @@ def test_merge_keys_are_merged(read: Read) -> None:
     assert text.count("&one") == more.count("*one") == 1
     Path("a.yaml").write_text(more)
     both = [{"path": path, "type": "rewards.prompt_transform"} for path in ("rows.jsonl", "few.jsonl")]
-    options: Any = load(Path("a.yaml")).options
+    options: Any = load(Path("a.yaml")).written
     assert options["env"]["cfg"]["datasets"] == both
 
 
@@ -166,7 +166,7 @@ def test_steps_are_not_counted_by_what_is_not_finite(option: str, number: float,
 @pytest.mark.slow
 def test_special_tokens_must_be_the_tokenizers(read: Read, tiny_model: Path) -> None:
     own = {"base_model": str(tiny_model), "special_tokens": {"pad_token": "any", "eos_token": "<|im_end|>"}}
-    assert read(own).options is not None
+    assert read(own).written is not None
     with pytest.raises(ConfigError, match=r"eos_token '</s>' is not the tokenizer's, '<\|im_end\|>'"):
         read({**own, "special_tokens": {"eos_token": "</s>"}})
     with pytest.raises(ConfigError, match="cannot be compared with the tokenizer's"):

@@ -151,7 +151,7 @@ def axolotl(source: Source) -> tuple[Any, Any]:
         loaded = load(Path("a.yaml"), overrides, serving=source.get("serving", False))
         if ("file" in source or "environ" in source) and not loaded.config.compile:  # which torch is asked for
             check_config(loaded.config)
-    options: dict[str, Any] = json.loads(json.dumps(loaded.options))
+    options: dict[str, Any] = json.loads(json.dumps(loaded.written))
     options["env"].pop("cfg")
     return options, loaded.notes
 

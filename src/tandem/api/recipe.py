@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from tandem.config import cells
 from tandem.config import loading as recipes
-from tandem.config.loading import RunConfig
+from tandem.config.loading import Loaded
 from tandem.config.tree import render
 from tandem.errors import ConfigError
 from tandem.types import Json
@@ -22,8 +22,8 @@ Overrides = Mapping[str, Any] | Sequence[str]
 """Options laid over a recipe: ``{"optimizer.lr": 1e-5}`` or, as on the command line, ``["optimizer.lr=1e-5"]``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Recipe:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Recipe(Loaded):
     """Everything about a run, resolved and checked: parts, their options, defaults.
 
     Example:
@@ -41,12 +41,6 @@ class Recipe:
         optimizer: {lr: 2.0e-05}
         sampling: {max_tokens: 32}
     """
-
-    config: RunConfig
-    written: Json
-    """What was set, overrides included, as plain data."""
-    notes: tuple[str, ...] = ()
-    """Where it differs from what the file of another system says."""
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any] | Self, overrides: Overrides = ()) -> Self:
@@ -72,7 +66,7 @@ class Recipe:
                 f"a recipe is a mapping of options, the path of a file or a tandem.Recipe, not a "
                 f"{type(source).__name__}; that of a run is run.recipe, and run.resume() goes on with it"
             )
-        return cls(config=loaded.config, written=loaded.options, notes=loaded.notes)
+        return cls(config=loaded.config, written=loaded.written, notes=loaded.notes)
 
     @property
     def options(self) -> dict[str, Json]:

@@ -47,7 +47,7 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
             f"where engines run (engine, but for {', '.join(sorted(ENGINE_KEEPS))}). To change more, start a new run "
             f"from {recipe}"
         )
-    if without := re.search(rf"\w+://[^\s/]*:{re.escape(REDACTED)}@[^\s']*", str(loaded.options)):
+    if without := re.search(rf"\w+://[^\s/]*:{re.escape(REDACTED)}@[^\s']*", str(loaded.written)):
         raise ConfigError(
             f"{recipe} does not hold the password of {without.group()}; give that option anew, as name=URL with the "
             "password in it"

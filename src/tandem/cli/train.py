@@ -81,7 +81,7 @@ def shown(loaded: Loaded, notes: Iterable[str]) -> str:
 
     layout.check_config(config := layout.placed(loaded.config))
     divided = () if config is loaded.config else (layout.described(config),)
-    return with_notes(loaded.options, (*notes, *divided))
+    return with_notes(loaded.written, (*notes, *divided))
 
 
 def with_notes(options: Json, notes: Iterable[str]) -> str:

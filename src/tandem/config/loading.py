@@ -324,13 +324,13 @@ def teacher_fault(config: RunConfig) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Loaded:
     """A recipe that was read."""
 
     config: RunConfig
     """The run it describes."""
-    options: Json
+    written: Json
     """What was set, overrides included, as plain data."""
     notes: tuple[str, ...] = ()
     """How it differs from what the file says, where that is another system's."""
@@ -401,7 +401,7 @@ def _build(
         notes = (*notes, "dtype: auto is float32 here, for this processor has no instructions for bfloat16")
     if config.matmul == "fp8":
         notes = (*notes, FP8)
-    return Loaded(config=config, options=options, notes=notes)
+    return Loaded(config=config, written=options, notes=notes)
 
 
 def _read(source: Path) -> str:

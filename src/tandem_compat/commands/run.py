@@ -136,7 +136,7 @@ def _trained(translation: Translation, overrides: Sequence[str], source: Path) -
 def _serve(translation: Translation, overrides: Sequence[str], source: Path, *, show: bool) -> None:
     """Run the recipe's engine alone until Ctrl-C."""
     if show:
-        typer.echo(with_notes(from_options(translation.options, overrides, source).options, translation.notes))
+        typer.echo(with_notes(from_options(translation.options, overrides, source).written, translation.notes))
         return
     config = _loaded(translation, overrides, source).config
     from tandem.cli.serve import serve_engine  # only now: a mistake is told before the rest has loaded
