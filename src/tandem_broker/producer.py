@@ -136,19 +136,13 @@ class Producer:
             return
         self._info = await self.client.info()
         self._info_of_registration = self.client.registrations
-        batch = self._info.batch_size
+        batch, size = self._info.batch_size, self.config.group_size
         if self._info.max_token_len > 0:
             self.limit(self._info.max_token_len)
-        if 0 < batch < self.config.group_size:
-            raise ConfigError(
-                f"group_size is {self.config.group_size}, a batch has {batch} sequences; lower group_size to {batch}"
-            )
-        if batch > 0 and batch % self.config.group_size:
-            log.warning(
-                "batches of %d are no multiple of group_size %d: others must fill them up",
-                batch,
-                self.config.group_size,
-            )
+        if 0 < batch < size:
+            raise ConfigError(f"group_size is {size}, a batch has {batch} sequences; lower group_size to {batch}")
+        if batch > 0 and batch % size:
+            log.warning("batches of %d are no multiple of group_size %d: others must fill them up", batch, size)
 
     def _is_finished(self, status: EnvStatus) -> bool:
         most = self.config.total_steps
