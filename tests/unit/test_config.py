@@ -525,9 +525,10 @@ def test_overrides_of_rewards_build_on_the_environments_own(here: Path) -> None:
 
 
 def test_an_import_path_may_be_overridden(here: Path) -> None:
-    Path("own_a.py").write_text("def fn(rollout): return 1.0\n")
-    assert read(MINIMAL, "rewards.own_a:fn=0.5").rewards["own_a:fn"].weight == 0.5
-    assert read(MINIMAL, "rewards.own_a:fn.weight=0.25").rewards["own_a:fn"].weight == 0.25
+    Path("pkg_a").mkdir()
+    Path("pkg_a/own.py").write_text("def fn(rollout): return 1.0\n")
+    assert read(MINIMAL, "rewards.pkg_a.own:fn=0.5").rewards["pkg_a.own:fn"].weight == 0.5
+    assert read(MINIMAL, "rewards.pkg_a.own:fn.weight=0.25").rewards["pkg_a.own:fn"].weight == 0.25
 
 
 @pytest.mark.parametrize(

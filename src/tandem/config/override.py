@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.config.sources import spell_out, write_out_rewards
 from tandem.config.tree import SHELL, Branch, Leaf, Problems, Tree, parse_override, within
+
+_IMPORT_PATH = re.compile(r"((?:envs\.[\w-]+\.)?rewards)\.([\w.]+:\w+)(?:\.(.+))?$")
+"""A reward that is named by where it is imported from, and an option of it."""
 
 
 def apply(tree: Branch, cls: type, overrides: Sequence[str], problems: Problems) -> None:
@@ -25,12 +29,12 @@ def apply(tree: Branch, cls: type, overrides: Sequence[str], problems: Problems)
             problems.add(where, f"an override has no dashes; write {text.lstrip('-')}")
         elif key in values:
             problems.add(where, "given twice; remove one")
-        elif not all(key.split(".")):
+        elif not all(_split(key)):
             problems.add(where, "an option's path is words joined by dots, such as loss.clip_high")
         elif (value := parse_override(written, where, problems)) is not None:
             values[key] = value
     spell_out(tree)
-    paths = {key: key.split(".") for key in values}
+    paths = {key: _split(key) for key in values}
     singles = {key for key, path in paths.items() if _names_reward(path)}
     for key in sorted(values, key=lambda key: key in singles):
         if key in singles:
@@ -38,6 +42,14 @@ def apply(tree: Branch, cls: type, overrides: Sequence[str], problems: Problems)
             write_out_rewards(tree, paths[key], SHELL + key)
         _lay(tree, cls, paths[key], values[key], SHELL + key, problems)
     spell_out(tree)
+
+
+def _split(key: str) -> list[str]:
+    """Path of an option; the name of a reward may be an import path, which has dots of its own."""
+    match = _IMPORT_PATH.match(key)
+    if match:
+        return [*match[1].split("."), match[2], *([match[3]] if match[3] else [])]
+    return key.split(".")
 
 
 def _names_reward(path: list[str]) -> bool:
