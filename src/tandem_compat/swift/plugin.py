@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -44,7 +44,15 @@ class PluginReward(FunctionReward):
     arguments: dict[str, Json] = field(default_factory=dict)
     """Those of ms-swift's command line, which its class may look at; others have their defaults."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The options alone: what was made of the files stays in the process that ran them."""
+        return {name: value for name, value in vars(self).items() if name != "_called"}
+
     def called(self) -> Called:
+        return self._called
+
+    @cached_property
+    def _called(self) -> Called:
         rewards = registered(self.files)
         if self.registered not in rewards:
             known = ", ".join(sorted(rewards)) or "nothing"
