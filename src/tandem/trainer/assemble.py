@@ -218,9 +218,7 @@ async def _assemble(
     config, folder = world.config, lock.folder
     sources = config.sources if config.plays else {}
     playing = await stack.enter_async_context(environments.opened(config, sources, folder / "logs" / "graders.log"))
-    with progress.under_way("grading the first gold answers"):
-        for name, graders in playing.graders.items():
-            await require_full_marks(name, config.sources[name].env, graders)
+    await _grade_gold(playing)
     reference = await reference_of(config, world.policy)
     state = await restore_weights(folder / "checkpoints", world, TrainerState.fresh(config))
     requirements = engine_requirements(config, folder, restored=state.step)
@@ -268,6 +266,12 @@ async def _assemble(
         on_policy=config.max_lag == config.sync.behind,
     )
     return run, state
+
+
+async def _grade_gold(playing: environments.RunEnvironments) -> None:
+    with progress.under_way("grading the first gold answers"):
+        for name, graders in playing.graders.items():
+            await require_full_marks(name, playing.config.sources[name].env, graders)
 
 
 @asynccontextmanager
