@@ -104,13 +104,13 @@ class VllmBridge(msgspec.Struct, kw_only=True, frozen=True):
         Raises:
             TransportError: the memory cannot be reached, or the file does not say where these weights lie in it.
         """
-        places, lent = self.tandem.get("places"), self.tandem.get("lent")
-        if not self.ipc_handles or not isinstance(places, dict) or not isinstance(lent, dict) or self.tp_degree != 1:
+        places, memory = self.tandem.get("places"), self.tandem.get("lent")
+        if not self.ipc_handles or not isinstance(places, dict) or not isinstance(memory, dict) or self.tp_degree != 1:
             raise TransportError(
                 f"the {VLLM_FILE} of {self.model!r} does not say where Hugging Face's tensors lie in the engine's; let "
                 "an engine of one process that shares its weights write it: tandem serve engine RECIPE"
             )
-        exported = {**lent, "tensors": self.ipc_handles}
+        exported = {**memory, "tensors": self.ipc_handles}
         return {name: part.tensor for name, (part,) in attach_parts(exported, places).items()}
 
     def write(self, path: Path) -> Path:

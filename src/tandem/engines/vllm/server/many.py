@@ -13,7 +13,7 @@ from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.protocol import KIND, Failed, Many, Refusal, Sampled, SiblingRequests, TakeBack, framed
 from tandem.engines.vllm.server.adapters import Adapters
 from tandem.engines.vllm.server.admission import EngineLimits
-from tandem.engines.vllm.server.asgi import Receive, Send, disconnected, problem
+from tandem.engines.vllm.server.asgi import ClientDisconnected, Receive, Send, disconnected, problem
 from tandem.engines.vllm.server.frontend import Frontend
 
 TICK = 0.02
@@ -145,7 +145,7 @@ class _Answers:
     def _end(self, gone: asyncio.Future[Any], stopped: asyncio.Future[Any]) -> None:
         """The client reads no further, or weights are in doubt, which all that is not there yet is told."""
         if gone.done():
-            gone.result()
+            raise ClientDisconnected
         if stopped.done() and isinstance(error := stopped.exception(), Exception):
             for number, task in list(self._tasks.items()):
                 task.cancel()
