@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 IDS = {"prompt_token_ids": [72, 105]}
-SIBLINGS = {"asked": {"prompt": IDS, "max_tokens": 2, "logprobs": 0, "flat_logprobs": True}, "seeds": [1, None]}
+SIBLINGS = {"asked": {"prompt": IDS, "max_tokens": 2, "logprobs": 0}, "seeds": [1, None]}
 META = {"w": {"shape": [2, 3], "dtype": "float32"}}
 LISTED = {"param_names": ["w"], "param_shapes": {"w": [2, 3]}, "param_dtypes": {"w": "float32"}, "num_params": 1}
 JOIN = {"init_method": "tcp://127.0.0.1:9", "world_size": 2, "seconds": 0.5, "backend": "gloo", "first_rank": 1}
@@ -20,7 +20,7 @@ STOPS = {"stop": ["x"], "stop_token_ids": [3], "ignore_eos": True}
 OURS: list[tuple[str, Any]] = [
     ("/generate", {"prompt": "Hi", **SAMPLING, "logprobs": 1}),
     ("/generate", {"prompt": IDS, **SAMPLING, **PENALTIES, **STOPS, "prompt_logprobs": 1}),
-    ("/generate", {"prompt": IDS, "max_tokens": 2, "flat_logprobs": True, "logprobs": 0, "detokenize": False}),
+    ("/generate", {"prompt": IDS, "max_tokens": 2, "logprobs": 0, "detokenize": False}),
     ("/generate/many", {"id": "a", "prompts": [SIBLINGS, SIBLINGS]}),
     ("/generate/take_back", {"id": "a", "numbers": [0]}),
     ("/bridge/pause", {"finish": False, "seconds": 30.0, "step": 3}),

@@ -98,7 +98,7 @@ class Engine:
         self, prompt: Sequence[int] = (1, 2, 3), seed: int | None = None, tokens: int = 2, least: int = -1
     ) -> asyncio.Task[Sampled]:
         sampling = Sampling(max_tokens=tokens)
-        request = completion_request(prompt, sampling, limit=40, ends=[], flat=True, min_step=least)
+        request = completion_request(prompt, sampling, limit=40, ends=[], min_step=least)
         return asyncio.create_task(self.waves.answer(self.server, request, seed=seed))
 
     async def until(self, true: Callable[[], Any]) -> None:

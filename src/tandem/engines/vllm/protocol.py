@@ -76,7 +76,7 @@ class Ids(Body):
     prompt_token_ids: list[Token]
 
 
-_NOT_SAMPLING = frozenset({"prompt", "adapter", "stream", "flat_logprobs", "min_step"})
+_NOT_SAMPLING = frozenset({"prompt", "adapter", "stream", "min_step"})
 """Fields of ``Generate`` that say nothing of sampling."""
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -110,8 +110,6 @@ class Generate(Body):
     skip_special_tokens: bool = True
     logprobs: Likeliest | None = None
     """0 and 1 tell that of the sampled token; more, those of as many of the likeliest too; null tells none at all."""
-    flat_logprobs: bool = False
-    """True tells each token's own alone, as ``token_logprobs`` instead of ``logprobs``."""
     prompt_logprobs: Likeliest | None = None
     detokenize: bool = True
     """False spares the text."""
@@ -138,7 +136,6 @@ def completion_request(
     *,
     limit: int,
     ends: Sequence[int],
-    flat: bool = False,
     min_step: int = -1,
 ) -> Generate:
     """A request for one completion of at most ``limit`` tokens, with the logprob of each token.
@@ -154,7 +151,6 @@ def completion_request(
         include_stop_str_in_output=True,
         regex=sampling.regex or None,
         logprobs=0,
-        flat_logprobs=flat,
         min_step=min_step,
         detokenize=bool(sampling.stop),
         **{name: getattr(sampling, name) for name in _SAMPLING},
@@ -175,8 +171,6 @@ class Generated(msgspec.Struct, kw_only=True):
     """Name that the HTTP process gave itself when it started."""
     logprobs: list[list[list[dict[int, float]]]] | None = None
     """Per token a list with one mapping of token id to logprob."""
-    token_logprobs: list[list[float]] | msgspec.UnsetType = msgspec.UNSET
-    """Per token its own; there where they were asked for flat."""
     prompt_logprobs: list[dict[int, float] | None] | None = None
     cached: int = 0
     """Prompt tokens that came from the prefix cache."""
@@ -401,7 +395,7 @@ class SiblingRequests(Body):
     """Completions of one prompt, each a request of its own to vLLM."""
 
     request: msgspec.Raw = msgspec.field(name="asked")
-    """What all have in common: a ``Generate`` with token ids as its prompt and one answer with flat logprobs. Read by
+    """What all have in common: a ``Generate`` with token ids as its prompt and one answer. Read by
     itself, so that what is wrong with it costs these answers alone."""
     seeds: Annotated[list[Whole | None], msgspec.Meta(max_length=MOST_ANSWERS)]
     """Of each answer; null: it draws from the engine's stream."""

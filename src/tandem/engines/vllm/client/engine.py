@@ -155,7 +155,7 @@ class VllmEngine(Engine):
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
         room = self.room(prompt)
         seed, least = key % 2**63 if self.fleet.options.seeded else None, self._least
-        request = wire.completion_request(prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least)
+        request = wire.completion_request(prompt, sampling, limit=room, ends=self._ends, min_step=least)
         tries = 0
         while True:
             if not self.fleet.ready.is_set():

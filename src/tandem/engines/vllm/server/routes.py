@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import msgspec
-
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.protocol import Refusal, parsed
 from tandem.engines.vllm.server.adapters import IN_PLACE_ID, Adapters
@@ -199,16 +197,14 @@ class _Live:
         self.limits.check(ids, request)
         adapter = None if request.adapter is None else self.adapters.named(request.adapter)
         record = await self.frontend.generate(ids, request.sampling(), adapter=adapter, min_step=request.min_step)
-        completions, has_logprobs = record.completions, request.logprobs is not None
-        flat, text = request.flat_logprobs and has_logprobs, prompt if isinstance(prompt, str) else ""
+        completions, text = record.completions, prompt if isinstance(prompt, str) else ""
         if not text and request.detokenize:
             text = self.client.get_tokenizer().decode(ids)
         return wire.Generated(
             text=[c.text for c in completions],
             prompt=text,
             finish_reasons=[c.finish for c in completions],
-            logprobs=[[[p] for p in c.logprobs] for c in completions] if has_logprobs and not flat else None,
-            token_logprobs=[c.own_logprobs for c in completions] if flat else msgspec.UNSET,
+            logprobs=[[[p] for p in c.logprobs] for c in completions] if request.logprobs is not None else None,
             prompt_logprobs=record.prompt_logprobs,
             prompt_token_ids=list(ids),
             token_ids=[c.tokens for c in completions],
