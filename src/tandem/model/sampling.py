@@ -54,7 +54,7 @@ def threshold(logits_NV: Tensor, top_p: PerRow = 1.0, top_k: PerRow = 0, min_p: 
     that tie at its edge are all in it.
     """
     min_p_N, top_k_N, top_p_N = (_per_row(value, logits_NV) for value in (min_p, top_k, top_p))
-    limits_p, limits_k, limits_min = _any(top_p, below=1.0), _any(top_k, above=0.0), _any(min_p, above=0.0)
+    limits_p, limits_k, limits_min = np.any(np.less(top_p, 1.0)), np.any(top_k), np.any(min_p)
     if not (limits_p or limits_k or limits_min):
         return None
     edge_N = torch.full_like(logits_NV[:, 0], -math.inf)
@@ -73,12 +73,6 @@ def threshold(logits_NV: Tensor, top_p: PerRow = 1.0, top_k: PerRow = 0, min_p: 
 
 def _per_row(value: PerRow, logits_NV: Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=logits_NV.dtype, device=logits_NV.device).expand(logits_NV.shape[0])
-
-
-def _any(value: PerRow, *, above: float = math.inf, below: float = -math.inf) -> bool:
-    """True if the option is outside its neutral range for some row."""
-    values = value if isinstance(value, Sequence) else (value,)
-    return any(v > above or v < below for v in values)
 
 
 def _nucleus(logits_NV: Tensor, top_p_N: Tensor) -> Tensor:
