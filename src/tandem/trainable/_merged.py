@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -229,24 +229,14 @@ def convert(adapted: nn.Module, scale: float) -> nn.Module:
     return model
 
 
-class Merged(NamedTuple):
-    """What holds a merged weight, as it is in a model."""
-
-    weight_name: str
-    """By its Hugging Face name."""
-    adapter_name: str
-    """What PEFT calls the module that holds its A and B."""
-    module: MergedLinear | MergedStack
-
-
-def layers(model: nn.Module) -> Iterator[Merged]:
-    """Everything in a model that holds a merged weight."""
+def layers(model: nn.Module) -> Iterator[tuple[str, str, MergedLinear | MergedStack]]:
+    """Each merged weight's Hugging Face name, what PEFT calls the module of its A and B, and what holds all three."""
     for name, module in model.named_modules():
         if isinstance(module, MergedLinear):
-            yield Merged(f"{name}.weight", name, module)
+            yield f"{name}.weight", name, module
         elif isinstance(module, _WithStacks):
             for depth, stack in enumerate(module.stacks()):
-                yield Merged(f"{name}.{stack.parameter_name}", name + _WITHIN * depth, stack)
+                yield f"{name}.{stack.parameter_name}", name + _WITHIN * depth, stack
 
 
 def _check(name: str, linear: Any, owners: int) -> None:
