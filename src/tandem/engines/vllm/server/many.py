@@ -64,7 +64,6 @@ class _Answers:
         self._frontend = frontend
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ready: list[bytes] = []
-        self._left = 0
         self._number = 0
         self._changed = asyncio.Event()
 
@@ -72,7 +71,6 @@ class _Answers:
         """Ask vLLM for the answers to one prompt. What is wrong with it costs these alone."""
         numbers = range(self._number, self._number + len(siblings.seeds))
         self._number += len(numbers)
-        self._left += len(numbers)
         try:
             request = wire.parsed(bytes(siblings.request), wire.Generate)
             if isinstance(request.prompt, str) or not request.prompt.prompt_token_ids or request.n != 1:
@@ -111,7 +109,6 @@ class _Answers:
         for number in numbers:
             if (task := self._tasks.pop(number, None)) is not None:
                 task.cancel()
-                self._left -= 1
         self._changed.set()
 
     def _failed(self, number: int, error: Exception) -> None:
@@ -120,9 +117,8 @@ class _Answers:
 
     def _give(self, number: int, frame: bytes) -> None:
         self._tasks.pop(number, None)
-        self._left -= 1
         self._ready.append(frame)
-        if not self._left:  # a request's last answer waits for no other
+        if not self._tasks:  # a request's last answer waits for no other
             self._changed.set()
         elif len(self._ready) == 1:
             loop = asyncio.get_running_loop()
@@ -133,7 +129,7 @@ class _Answers:
         for end in ends:
             end.add_done_callback(lambda _: self._changed.set())
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", KIND)]})
-        while self._left or self._ready:
+        while self._tasks or self._ready:
             await self._changed.wait()
             self._changed.clear()
             self._end(*ends)
