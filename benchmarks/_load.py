@@ -44,7 +44,6 @@ def by_tandem(engine: Any) -> Ask:
             max_tokens=tokens,
             ignore_eos=True,
             logprobs=0,
-            flat_logprobs=True,
             detokenize=False,
         )
         return len((await engine.servers[0].post("/generate", request, wire.Generated)).token_ids[0])

@@ -29,7 +29,7 @@ OURS: list[tuple[str, Any]] = [
     ("/bridge/notify_update", {"update_count": 3, "trainer_rank": 0, "timestamp": 1.5}),
     ("/bridge/stop", {"reason": "a test"}),
     ("/bridge/sleep", {"level": 1}),
-    ("/bridge/wake", {"seconds": 5.0}),
+    ("/bridge/wake", {}),
     ("/bridge/lend", {}),
     ("/bridge/lend_slot", {"config": CONFIG, "tensors": [["a.lora_A.weight", [8, 64], "float32"]]}),
     ("/bridge/adopt", {"trainer": "4000000:12 boot"}),

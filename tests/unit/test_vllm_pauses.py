@@ -11,14 +11,12 @@ import pytest
 from support.fake_vllm import FakeClient, Models, install
 
 from tandem.engines.vllm import protocol as wire
-from tandem.engines.vllm.client.engine import Pauses
+from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.engines.vllm.client.http import EngineUnreachable
 from tandem.engines.vllm.protocol import Refusal
 from tandem.engines.vllm.server.frontend import Stopped
 from tandem.engines.vllm.server.routes import _Live
 from tandem.errors import EngineError
-
-PAUSE = wire.Pause(seconds=50.0)
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +51,13 @@ class Server:
             raise EngineError(str(error)) from error
 
 
+def engine(*servers: Any, sleep: int = 0) -> VllmEngine:
+    fleet: Any = SimpleNamespace(
+        servers=servers, requirements=None, options=SimpleNamespace(pause_seconds=50.0, sleep=sleep)
+    )
+    return VllmEngine(fleet, context=64, ends=[])
+
+
 def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         await asyncio.wait_for(work(), 20)
@@ -60,11 +65,11 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(main())
 
 
-async def taken_back(*servers: Any, sleeps: int = 0, times: int = 1) -> None:
-    pauses = Pauses()
+async def taken_back(server: Any, times: int = 1) -> None:
+    client = engine(server)
     for _ in range(times):
-        await pauses.pause(servers, PAUSE)
-    await pauses.resume_unchanged(servers, "the trainer ended", sleeps=sleeps, seconds=50.0)
+        await client.pause()
+    await client.resume_unchanged("the trainer ended")
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -127,7 +132,7 @@ def test_weights_that_are_being_proven_are_not_held_back_for_ever() -> None:
         await server.front.stop("half a publish")
         async with server.front.proving():
             pass
-        await Pauses().resume_unchanged([server], "the proof failed", sleeps=0, seconds=50.0)  # type: ignore[list-item]
+        await engine(server).resume_unchanged("the proof failed")
         assert server.front.state == "stopped"
 
     run(work)
@@ -136,7 +141,7 @@ def test_weights_that_are_being_proven_are_not_held_back_for_ever() -> None:
 def test_one_that_never_stood_still_is_left_alone() -> None:
     async def work() -> None:
         server = Server()
-        await Pauses().resume_unchanged([server], "the trainer ended", sleeps=0, seconds=50.0)  # type: ignore[list-item]
+        await engine(server).resume_unchanged("the trainer ended")
         assert server.front.state == "serving"
         assert server.front.generation == 0
 
@@ -147,12 +152,11 @@ def test_the_first_of_two_goes_on_where_the_second_did_not_answer() -> None:
     async def work() -> None:
         here, gone = Server(), Server()
         gone.away = True
-        pauses = Pauses()
-        servers: Any = [gone, here]
+        client = engine(gone, here)
         with pytest.raises(EngineUnreachable):
-            await pauses.pause(servers, PAUSE)
+            await client.pause()
         assert here.front.state == "paused"
-        await pauses.resume_unchanged(servers, "the trainer ended", sleeps=0, seconds=50.0)
+        await client.resume_unchanged("the trainer ended")
         assert here.front.state == "serving"
 
     run(work)
@@ -161,12 +165,12 @@ def test_the_first_of_two_goes_on_where_the_second_did_not_answer() -> None:
 def test_a_pause_that_is_over_is_not_remembered() -> None:
     async def work() -> None:
         server: Any = Server()
-        pauses = Pauses()
-        await pauses.pause([server], PAUSE)
-        await server.post("/bridge/resume")
-        pauses.over()
+        client = engine(server)
+        client.fleet.ready, client.fleet.all = asyncio.Event(), lambda path: asyncio.gather(server.post(path))
+        await client.pause()
+        await client.resume()
         await server.front.pause()
-        await pauses.resume_unchanged([server], "the trainer ended", sleeps=0, seconds=50.0)
+        await client.resume_unchanged("the trainer ended")
         assert server.front.state == "paused", "that pause is another's"
 
     run(work)
@@ -177,10 +181,10 @@ def test_one_that_sleeps_is_woken_and_serves_if_it_kept_its_weights(level: int) 
     async def work() -> None:
         server: Any = Server()
         await server.front.set_version(7, "d")
-        pauses = Pauses()
-        await pauses.pause([server], PAUSE)
+        client = engine(server, sleep=level)
+        await client.pause()
         await server.post("/bridge/sleep", wire.Sleep(level=level))  # type: ignore[arg-type]
-        await pauses.resume_unchanged([server], "the trainer ended", sleeps=level, seconds=50.0)
+        await client.resume_unchanged("the trainer ended")
         assert server.vllm.asleep == [level, None]
         assert server.front.state == ("serving" if level == 1 else "stopped")
 

@@ -196,13 +196,6 @@ class Sleep(Body):
     """1 keeps the weights in the host's memory; 2 keeps nothing, so they must be published again."""
 
 
-class Wake(Body):
-    """POST /bridge/wake."""
-
-    seconds: Seconds = 600.0
-    """How long the pause that goes on may last, as that of /bridge/pause."""
-
-
 class SetVersion(Body):
     """POST /bridge/stamp and /bridge/notify_update."""
 

@@ -63,7 +63,8 @@ class VllmEngine(Engine):
         self._writer = AdapterWriter()
         self._bridge: Path | None = None
         self._is_mapped = True
-        self._pauses = Pauses()
+        self._before_pause: dict[str, str] = {}
+        """State of each server when it was first paused, kept until it is resumed or stopped."""
         self._waves = Waves()
 
     # Life and death
@@ -257,14 +258,39 @@ class VllmEngine(Engine):
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
         by = f"trainer (pid {os.getpid()} on {socket.gethostname()})"
-        await self._pauses.pause(self.servers, wire.Pause(finish=finish, seconds=self._pause_seconds, step=step, by=by))
+        request = wire.Pause(finish=finish, seconds=self._pause_seconds, step=step, by=by)
+
+        async def pause_server(server: EngineServer) -> None:  # noted at once, whatever becomes of the others
+            answer = await server.post("/bridge/pause", request)
+            self._before_pause.setdefault(server.instance_id, answer["before"])
+
+        await all_ended(map(pause_server, self.servers))
 
     async def resume_unchanged(self, reason: str) -> None:
-        await self._pauses.resume_unchanged(self.servers, reason, sleeps=self.sleeps, seconds=self._pause_seconds)
+        """One that served goes on, one that was stopped is stopped again, and so is one in which weights are proven.
+
+        A pause by another client is left to that client.
+        """
+        for server in self.servers:
+            before = self._before_pause.pop(server.instance_id, None)
+            with contextlib.suppress(EngineUnreachable):
+                state = (await server.info()).state
+                if state == "paused" and before == "serving":
+                    try:
+                        if self.sleeps:
+                            await server.post("/bridge/wake")
+                        await server.post("/bridge/resume")
+                        continue
+                    except EngineUnreachable:
+                        raise
+                    except EngineError:  # it has lost its weights in its sleep, or does not wake up
+                        before = "stopped"
+                if state == "proving" or (state == "paused" and before == "stopped"):
+                    await server.post("/bridge/stop", wire.Stop(reason=reason))
 
     async def resume(self) -> float:
         answers, version = await self.fleet.all("/bridge/resume"), self._version
-        self._pauses.over()
+        self._before_pause.clear()
         for server, answer in zip(self.servers, answers, strict=True):
             if version.digest and (answer["step"], answer["digest"]) != (version.step, version.digest):
                 raise StaleWeights(
@@ -284,10 +310,10 @@ class VllmEngine(Engine):
 
     async def wake(self) -> None:
         if self.sleeps:
-            await self.fleet.all("/bridge/wake", wire.Wake(seconds=self._pause_seconds))
+            await self.fleet.all("/bridge/wake")
 
     async def stop(self, reason: str) -> None:
-        self._pauses.over()
+        self._before_pause.clear()
         await self.fleet.all("/bridge/stop", wire.Stop(reason=reason))
 
     async def checksums(self, payload: Literal["weights", "adapter"]) -> Mapping[str, Mapping[str, int]]:
@@ -411,54 +437,3 @@ async def exported_weights(server: EngineServer) -> VllmBridge:
     answer = await server.post("/bridge/lend")
     (rank,) = answer["ranks"]
     return VllmBridge.of_places(answer["model"], rank["lent"], rank["map"], url=server.url)
-
-
-class Pauses:
-    """State of each server when it was first paused, kept until it is resumed or stopped."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, str] = {}
-
-    def over(self) -> None:
-        """The servers were resumed or stopped."""
-        self._before.clear()
-
-    async def pause(self, servers: Sequence[EngineServer], request: wire.Pause) -> None:
-        """Pause all of them; the first failure is raised when all have answered."""
-
-        async def pause_server(server: EngineServer) -> None:  # noted at once, whatever becomes of the others
-            answer = await server.post("/bridge/pause", request)
-            self._before.setdefault(server.instance_id, answer["before"])
-
-        await all_ended(map(pause_server, servers))
-
-    async def resume_unchanged(
-        self, servers: Sequence[EngineServer], reason: str, *, sleeps: int, seconds: float
-    ) -> None:
-        """Take the pauses back, where nothing was written meanwhile.
-
-        One that served goes on, one that was stopped is stopped again, and so is one in which weights are being proven.
-        A pause by another client is left to that client.
-
-        Args:
-            servers: paused or not.
-            reason: said by those that are stopped.
-            sleeps: above 0 for servers that may be asleep.
-            seconds: that a server which wakes up may stay paused.
-        """
-        for server in servers:
-            before = self._before.pop(server.instance_id, None)
-            with contextlib.suppress(EngineUnreachable):
-                state = (await server.info()).state
-                if state == "paused" and before == "serving":
-                    try:
-                        if sleeps:
-                            await server.post("/bridge/wake", wire.Wake(seconds=seconds))
-                        await server.post("/bridge/resume")
-                        continue
-                    except EngineUnreachable:
-                        raise
-                    except EngineError:  # it has lost its weights in its sleep, or does not wake up
-                        before = "stopped"
-                if state == "proving" or (state == "paused" and before == "stopped"):
-                    await server.post("/bridge/stop", wire.Stop(reason=reason))

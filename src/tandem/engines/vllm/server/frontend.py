@@ -108,7 +108,7 @@ class PauseLease:
         self._timer: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._by = ""
-        self._since = 0.0
+        self._since, self._seconds = 0.0, 600.0
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -118,25 +118,25 @@ class PauseLease:
         left = None if self._timer is None else self._timer.when() - asyncio.get_running_loop().time()
         return {"by": self._by, "since": _utc(self._since), "seconds_left": left and round(max(0.0, left), 1)}
 
-    def renew(self, seconds: float, by: str = "") -> None:
+    def renew(self, seconds: float = 0.0, by: str = "") -> None:
         """Stop the engine unless this is ended or renewed in time.
 
         Args:
-            seconds: from now.
+            seconds: from now; by default as many as before.
             by: the client; by default the one before.
         """
         self.hold()
         loop, self._since = asyncio.get_running_loop(), self._since or time.time()
-        self._by = by or self._by or "somebody"
+        self._by, self._seconds = by or self._by or "somebody", seconds or self._seconds
         reason = (
-            f"paused at {_utc(self._since)} by {self._by}, last for {seconds:g} s, and never resumed; its trainer is "
-            "gone. Publish again"
+            f"paused at {_utc(self._since)} by {self._by}, last for {self._seconds:g} s, and never resumed; its "
+            "trainer is gone. Publish again"
         )
 
         def late() -> None:
             self._stopping = loop.create_task(self._stop(reason))
 
-        self._timer = loop.call_later(seconds, late)
+        self._timer = loop.call_later(self._seconds, late)
 
     def hold(self) -> None:
         """It may take as long as it likes."""

@@ -168,7 +168,7 @@ class _Live:
             "/bridge/stamp": Endpoint("POST", self.set_version, wire.SetVersion),
             "/bridge/stop": Endpoint("POST", self.stop, wire.Stop),
             "/bridge/sleep": Endpoint("POST", self.sleep, wire.Sleep),
-            "/bridge/wake": Endpoint("POST", self.wake, wire.Wake),
+            "/bridge/wake": Endpoint("POST", self.wake, wire.Body),
             "/bridge/lend_slot": Endpoint("POST", self.export_adapter, wire.ExportAdapter, awake=True),
             "/bridge/adopt": Endpoint("POST", self.reattach, wire.Reattach),
             "/lora/status": Endpoint("GET", self.adapters.status),
@@ -311,13 +311,13 @@ class _Live:
             await self.client.sleep(request.level)
         return {"level": self.sleep_level}
 
-    async def wake(self, request: wire.Wake) -> Any:
+    async def wake(self, _: wire.Body) -> Any:
         """Have the memory again, and stay paused; an engine that is awake is left alone."""
         if self.sleep_level:
             await self.client.wake_up()
             await self.frontend.still()  # some releases begin to schedule as they wake up
             self.sleep_level = 0
-            self.frontend.lease.renew(request.seconds)
+            self.frontend.lease.renew()
         return {"level": self.sleep_level}
 
     async def export_adapter(self, request: wire.ExportAdapter) -> Any:
