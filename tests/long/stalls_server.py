@@ -139,7 +139,7 @@ class Engine:
 
     async def on_bridge_probe(self, body: Any) -> Any:
         scored = [LOGPROB] * (len(body["tokens"]) - 1)
-        about = {"finish": "length", "cached": 0, "temperature": body["temperature"]}
+        about = {"finish": "length", "cached": 0}
         return {"scored": scored, "tokens": [97], "logprobs": [LOGPROB], **about}
 
     def many(self, body: Any) -> bytes:

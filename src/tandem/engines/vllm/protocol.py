@@ -254,7 +254,6 @@ class ProbeResponse(msgspec.Struct, kw_only=True):
     logprobs: list[float | None]
     finish: str
     cached: int
-    temperature: float
 
 
 class ExportAdapter(Body):

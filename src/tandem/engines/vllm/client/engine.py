@@ -224,7 +224,7 @@ class VllmEngine(Engine):
             name=server.name,
             scored=_numbers(response.scored),
             sampled=Completion(tokens=tokens, logprobs=logprobs, versions=(0,) * len(tokens), finish=finish),
-            temperature=response.temperature,
+            temperature=PROBE_TEMPERATURE,
             cached=response.cached,
         )
 

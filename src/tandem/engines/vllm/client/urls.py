@@ -277,7 +277,6 @@ class UrlServer(EngineServer):
             logprobs=list[float | None](choice.logprobs["token_logprobs"]),
             finish=choice.finish_reason or "abort",
             cached=0,
-            temperature=body.temperature,
         )
 
     async def _health(self, body: None) -> dict[str, Any]:

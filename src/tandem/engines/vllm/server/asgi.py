@@ -33,7 +33,6 @@ MOST = 64 << 20
 
 _STATUS = {
     # By name: vLLM's releases give these classes other bases, and the engine's process may have any of them.
-    "VLLMValidationError": 400,
     "VLLMNotFoundError": 404,
     "VLLMUnprocessableEntityError": 422,
     "VLLMClientError": 400,

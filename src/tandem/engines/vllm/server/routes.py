@@ -47,7 +47,6 @@ async def probe(front: Frontend, request: wire.ProbeRequest, adapter: Any = None
         "logprobs": answer.own_logprobs,
         "finish": answer.finish,
         "cached": cached,
-        "temperature": request.temperature,
     }
 
 
