@@ -239,18 +239,16 @@ class TrainedSlices(Trained):
 
 
 def slice_handlers(slices: RankSlices) -> dict[str, Handler]:
-    """A follower's part in each of these commands; what all ranks have alike is the lead's to tell."""
+    """A follower's part in each of these commands."""
 
-    def of(function: Callable[..., Any], *, replies: bool) -> Handler:
+    def of(function: Callable[..., Any]) -> Handler:
         async def handle(body: Any) -> Any:
-            result = await slices.policy.compute(function, *(body or ()))
-            return result if replies else None
+            return await slices.policy.compute(function, *(body or ()))
 
         return handle
 
-    replying = ("attach", "publish", "finite")
-    methods = (*replying, "checksums", "scores", "send", "save")
-    return {f"{name}_slices": of(getattr(slices, name), replies=name in replying) for name in methods}
+    methods = ("attach", "publish", "finite", "checksums", "scores", "send", "save")
+    return {f"{name}_slices": of(getattr(slices, name)) for name in methods}
 
 
 @dataclass(frozen=True, kw_only=True)
