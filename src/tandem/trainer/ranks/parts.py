@@ -113,18 +113,18 @@ class RankParts:
         assert isinstance(optimizer, UpdatesParts)
         is_local = config.distributed.gradients == "local"
         is_adapter = config.trainable.folder_name != "model"
-        updated: Callable[[], None] = lambda: None  # noqa: E731
-        stand_in = updated
+        hooks: dict[str, Callable[[], None]] = {}
         if config.distributed.shard == "weights":
-            if not isinstance(policy, ShardedPolicy):
+            if isinstance(policy, ShardedPolicy):
+                updated = policy.weights.reshard
+            else:
                 policy, updated = self._copied(policy, config.trainable)
             if reference is not None:
                 self._cut_reference(reference, policy)
             if not is_adapter:
                 return policy, WeightShardStepper(optimizer, policy, updated, local=is_local)
-            stand_in, updated = policy.stand_in, _resharding(policy, updated)
+            hooks = {"stand_in": policy.stand_in, "updated": updated}
         named = config.trainable.parameters(policy.model)
-        hooks = {"stand_in": stand_in, "updated": updated}
         return policy, ShardedStepper(optimizer, named, self.group, replicate=is_adapter, local=is_local, **hooks)
 
     @property
@@ -150,6 +150,7 @@ class RankParts:
         sharded = _cut_policy(policy, weights, trainable)
 
         def updated() -> None:
+            weights.reshard()
             trainable.fold(sharded.model)
             weights.copy_to(whole)
 
@@ -198,13 +199,3 @@ def _cut_policy(policy: Policy, weights: ShardedWeights, trainable: Trainable) -
     trainable.cut(weights.model, part)
     trainable.fold(weights.model)
     return ShardedPolicy(policy, weights)
-
-
-def _resharding(policy: ShardedPolicy, updated: Callable[[], None]) -> Callable[[], None]:
-    """The same once gathered weights are dropped."""
-
-    def resharded() -> None:
-        policy.weights.reshard()
-        updated()
-
-    return resharded
