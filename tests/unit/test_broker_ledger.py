@@ -63,7 +63,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
         second_batch = some(store.take(100.0, lease=600.0))
         (entry,) = second_batch.entries
         assert entry == GroupEntry(id="b", env=None, size=4, version=3, payload=b"b")
-        assert store.acknowledge(batch.id, 109.0)  # its lease began anew
+        assert store.acknowledge(batch.id, 109.0) == ""  # its lease began anew
         assert [item.entry.id for item in store.waiting.of("buffered")] == ["c"]
 
 
@@ -100,8 +100,8 @@ def test_a_lease_that_ran_out_stays_over_after_a_restart(tmp_path: Path) -> None
         second = some(one.store.take(10.0, lease=600.0))
     with ledger(tmp_path) as two:
         assert list(two.store.leases) == [second.id]
-        assert two.store.acknowledge(first.id, 0.0)  # late, but the first to say so
-        assert not two.store.acknowledge(second.id, 0.0)
+        assert two.store.acknowledge(first.id, 0.0) == ""  # late, but the first to say so
+        assert "trained by another batch" in two.store.acknowledge(second.id, 0.0)
         assert two.store.take(0.0) is None
 
 

@@ -214,12 +214,13 @@ def test_of_two_leases_with_the_same_groups_the_first_acknowledgement_wins() -> 
     Names(store).put(4)
     first = some(store.take(0.0, lease=10.0))
     second = some(store.take(10.0, lease=600.0))
-    late = store.acknowledge(first.id, 11.0)
-    assert (late.ok, late.trained, late.already) == (True, 1, 0)
-    assert "late" in late.reason
+    assert store.acknowledge(first.id, 11.0) == ""
     loser = store.acknowledge(second.id, 12.0)
-    assert (bool(loser), loser.trained, loser.already) == (False, 0, 1)
-    assert "trained by another batch" in loser.reason
+    assert loser.startswith("1 groups of batch")
+    assert "trained by another batch" in loser
+    assert store.acknowledge(second.id, 13.0) == loser
+    counts = store.status(13.0)["counts"]
+    assert (counts["trained"], counts["doubled"]) == (1, 1)
     assert store.take(5000.0) is None
 
 

@@ -141,13 +141,13 @@ class Local:
         self.renewals += 1
         if self.away:
             raise self.outage
-        return self.store.renew(batch, self.now)
+        return not self.store.renew(batch, self.now)
 
     async def acknowledge(self, batch: str) -> str:
-        outcome = self.store.acknowledge(batch, self.now)
-        if not outcome:
+        reason = self.store.acknowledge(batch, self.now)
+        if reason:
             self.refused.append(batch)
-        return "" if outcome else outcome.reason
+        return reason
 
 
 @dataclass

@@ -73,21 +73,6 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """When the lease ends; None without a lease."""
 
 
-class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of an acknowledgement. True in a condition if the whole batch is trained, and by this batch alone."""
-
-    ok: bool
-    trained: int = 0
-    """Groups that this acknowledgement marked as trained."""
-    already: int = 0
-    """Groups that another batch's acknowledgement had marked before: they were trained twice."""
-    reason: str = ""
-    """For a person; empty when nothing is unusual."""
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
 class BatchLease(msgspec.Struct, eq=False):
     """A batch that was served; a journal keeps it as it is."""
 
@@ -99,8 +84,8 @@ class BatchLease(msgspec.Struct, eq=False):
     seconds: float | None
     """How long it may stay unacknowledged; None: a trainer that never acknowledges has it."""
     expires: float | None
-    outcome: Acknowledgement | None = None
-    """The answer to its acknowledgement, for one that is repeated."""
+    answer: str | None = None
+    """To its acknowledgement, for one that is repeated."""
 
 
 class Journal:

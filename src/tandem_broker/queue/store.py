@@ -220,52 +220,46 @@ class GroupQueue:
             return None
         return self._serve(chosen, lease, now)
 
-    def acknowledge(self, batch_id: str, now: float) -> records.Acknowledgement:
+    def acknowledge(self, batch_id: str, now: float) -> str:
         """The batch is trained. Of two batches that hold the same group (a lease ran out) the first to say so wins.
 
-        Repeating an acknowledgement repeats its answer.
+        Returns why not all of it was trained by this batch alone; empty if it was. Again it returns the same.
         """
         self._advance(now)
         lease = self.leases.get(batch_id) or self.over.get(batch_id)
         if lease is None:
-            return records.Acknowledgement(ok=False, reason=f"no batch is called {batch_id}: never served, or long ago")
-        if lease.outcome is not None:
-            return lease.outcome
-        late = batch_id in self.over
+            return f"no batch is called {batch_id}: never served, or long ago"
+        if lease.answer is not None:
+            return lease.answer
         trained = [self.waiting.items[order] for order in lease.orders if order in self.waiting.items]
         already = len(lease.orders) - len(trained)
         self.waiting.move(trained, "trained", batch_id)
         self.counts["trained"] += len(trained)
         self.counts["doubled"] += already
-        if late:
+        if batch_id in self.over:
             self.returned = max(0, self.returned - 1)
-        why, reason = "a lease ran out, or a trainer registered meanwhile", ""
-        if already:
-            reason = f"{already} groups of batch {batch_id} were trained by another batch: {why}"
-        elif late:
-            reason = f"late: batch {batch_id} went back ({why}), but no other with its groups was acknowledged"
-        lease.outcome = records.Acknowledgement(ok=not already, trained=len(trained), already=already, reason=reason)
+        why = "a lease ran out, or a trainer registered meanwhile"
+        lease.answer = f"{already} groups of batch {batch_id} were trained by another batch: {why}" if already else ""
         lease.orders = []
         self._end(lease)
-        return lease.outcome
+        return lease.answer
 
-    def renew(self, batch_id: str, now: float) -> bool:
-        """Its lease begins anew. False: it is not out (any more)."""
+    def renew(self, batch_id: str, now: float) -> str:
+        """Its lease begins anew; returns why not, where it is not out (any more)."""
         self._advance(now)
-        lease = self.leases.get(batch_id)
-        if lease is None or lease.seconds is None:
-            return lease is not None
-        lease.expires = now + lease.seconds
-        return True
+        if (lease := self.leases.get(batch_id)) is None:
+            return f"no batch {batch_id} is leased"
+        if lease.seconds is not None:
+            lease.expires = now + lease.seconds
+        return ""
 
-    def return_lease(self, batch_id: str, now: float) -> bool:
-        """The batch was not trained: its groups go back to the front, in order. False: it is not out."""
+    def return_lease(self, batch_id: str, now: float) -> str:
+        """The batch was not trained: its groups go back to the front, in order; returns why not, as ``renew``."""
         self._advance(now)
-        lease = self.leases.get(batch_id)
-        if lease is None:
-            return False
+        if (lease := self.leases.get(batch_id)) is None:
+            return f"no batch {batch_id} is leased"
         self._return([lease])
-        return True
+        return ""
 
     def status(self, now: float) -> dict[str, Any]:
         """Everything for people and metrics.

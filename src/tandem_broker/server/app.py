@@ -22,7 +22,7 @@ from tandem.printable import named
 from tandem_broker.protocol import messages, wire
 from tandem_broker.protocol.submission import GroupEntry, read_group, read_groups
 from tandem_broker.protocol.wire import Malformed
-from tandem_broker.queue.records import Acknowledgement, Busy, GroupRefused, Receipt, ServedBatch
+from tandem_broker.queue.records import Busy, GroupRefused, Receipt, ServedBatch
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
 from tandem_broker.server.keys import Keys, Role, may, scoped
@@ -47,9 +47,9 @@ def reply(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json")
 
 
-def outcome(is_done: bool, reason: str) -> dict[str, str]:
-    """Say in Atropos' way whether something was done: with a status that is no HTTP status."""
-    return {"status": "success"} if is_done else {"status": "failure", "error": reason}
+def outcome(reason: str) -> dict[str, str]:
+    """Say in Atropos' way whether something was done, or why not: with a status that is no HTTP status."""
+    return {"status": "failure", "error": reason} if reason else {"status": "success"}
 
 
 def lease(batch: ServedBatch) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class BrokerServer:
         body = await self._message(request, messages.EnvName)
         self._require_owner(request, body.env_id)
         is_known = self.store.disconnect(body.env_id, self.clock())
-        return reply(outcome(is_known, f"no environment has the id {body.env_id}"))
+        return reply(outcome("" if is_known else f"no environment has the id {body.env_id}"))
 
     async def _status_env(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.EnvName)
@@ -286,13 +286,12 @@ class BrokerServer:
         await response.write_eof()
         return response
 
-    def _of_a_lease(self, act: Callable[[str, float], Acknowledgement | bool]) -> Handler:
+    def _of_a_lease(self, act: Callable[[str, float], str]) -> Handler:
         """What is done to the batch that a body names."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             body = await self._message(request, messages.BatchName)
-            done = act(body.batch, self.clock())
-            return reply(outcome(bool(done), getattr(done, "reason", f"no batch {body.batch} is leased")))
+            return reply(outcome(act(body.batch, self.clock())))
 
         return handler
 
