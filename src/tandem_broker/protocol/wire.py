@@ -19,28 +19,25 @@ _AT = re.compile(r" - at `\$(.*)`$")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 
-class Problem(msgspec.Struct, omit_defaults=True):
+class Problem(msgspec.Struct):
     """One thing wrong with a message, in FastAPI's form, which Atropos' clients know."""
 
     type: str
     loc: list[str | int]
     msg: str
-    ctx: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Malformed(BrokerError):
     """A message that cannot be accepted."""
 
     def __init__(self, problem: Problem) -> None:
-        why = f": {problem.ctx['error']}" if problem.ctx else ""
-        super().__init__(f"{'.'.join(map(str, problem.loc))}: {problem.msg}{why}")
+        super().__init__(f"{'.'.join(map(str, problem.loc))}: {problem.msg}")
         self.problem = problem
 
 
-def refuse(kind: str, place: Place, msg: str, why: str = "") -> Malformed:
+def refuse(kind: str, place: Place, msg: str) -> Malformed:
     """Make the error for a problem at a place of the body."""
-    ctx = {"error": why} if why else msgspec.UNSET
-    return Malformed(Problem(type=kind, loc=["body", *place], msg=msg, ctx=ctx))
+    return Malformed(Problem(type=kind, loc=["body", *place], msg=msg))
 
 
 def explain(error: Exception) -> Malformed:
@@ -48,7 +45,7 @@ def explain(error: Exception) -> Malformed:
     text = str(error)
     if not isinstance(error, msgspec.ValidationError):
         byte = _BYTE.search(text)
-        return refuse("json_invalid", (int(byte[1]),) if byte else (), "JSON decode error", text)
+        return refuse("json_invalid", (int(byte[1]),) if byte else (), f"JSON decode error: {text}")
     at = _AT.search(text)
     steps = tuple(name or int(index) for name, index in _STEP.findall(at[1])) if at else ()
     text = _AT.sub("", text)
