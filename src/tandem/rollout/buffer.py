@@ -44,10 +44,8 @@ OnEvent = Callable[[str, Mapping[str, Json]], None]
 class EntryState(Enum):
     """State of an admitted task, from its admission until it was trained or dropped."""
 
-    QUEUED = "queued"
-    """Admitted: it holds a slot, and its rollouts have not begun."""
     RUNNING = "running"
-    """Its rollouts are sampled and graded."""
+    """Admitted: it holds a slot, and its rollouts are sampled and graded."""
     SCORED = "scored"
     """Every rollout has its reward; on policy it waits here until its whole wave is scored."""
     READY = "ready"
@@ -61,7 +59,6 @@ class EntryState(Enum):
 
 
 TRANSITIONS: Mapping[EntryState, frozenset[EntryState]] = {
-    EntryState.QUEUED: frozenset({EntryState.RUNNING}),
     EntryState.RUNNING: frozenset({EntryState.SCORED, EntryState.DROPPED}),
     EntryState.SCORED: frozenset({EntryState.READY, EntryState.DROPPED}),
     EntryState.READY: frozenset({EntryState.TAKEN, EntryState.DROPPED}),
@@ -69,7 +66,7 @@ TRANSITIONS: Mapping[EntryState, frozenset[EntryState]] = {
     EntryState.TRAINED: frozenset(),
     EntryState.DROPPED: frozenset(),
 }
-"""Transitions: the states that may follow each state. A resumed run's entries begin as QUEUED or READY."""
+"""Transitions: the states that may follow each state. A resumed run's entries begin as RUNNING or READY."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +76,7 @@ class Entry:
     index: int
     """Its place in the order of admission."""
     draw: Draw
-    state: EntryState = EntryState.QUEUED
+    state: EntryState = EntryState.RUNNING
     _group: Group | None = None
     task: asyncio.Task[None] | None = None
     """Plays it, where it is played here."""
@@ -87,7 +84,7 @@ class Entry:
     @property
     def in_flight(self) -> bool:
         """Its rollouts are not scored yet."""
-        return self.state in (EntryState.QUEUED, EntryState.RUNNING)
+        return self.state is EntryState.RUNNING
 
     @property
     def group(self) -> Group:
@@ -313,7 +310,6 @@ class RolloutBuffer:
     async def _play(self, entry: Entry) -> None:
         """Consumes: a task. Waits for: the engine and the graders. Unblocks: ``take``."""
         runner, config, played = self._by_name[entry.draw.env], self.config, False
-        entry.become(EntryState.RUNNING)
         try:
             task, id = runner.of(entry.draw)
             with self._metrics.playing():
