@@ -67,10 +67,6 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Name for ``acknowledge``, ``renew`` and ``return_lease``."""
     entries: tuple[GroupEntry, ...]
     """In order of arrival, groups of equal size beside each other as far as needed to fill up the largest."""
-    step: int
-    """The broker's step with this batch served."""
-    expires: float | None
-    """When the lease ends; None without a lease."""
 
 
 class BatchLease(msgspec.Struct, eq=False):
@@ -79,8 +75,6 @@ class BatchLease(msgspec.Struct, eq=False):
     id: str
     orders: list[int]
     """Places of its groups in the order of arrival; empty once it is acknowledged."""
-    step: int
-    """The broker's step with it."""
     seconds: float | None
     """How long it may stay unacknowledged; None: a trainer that never acknowledges has it."""
     expires: float | None

@@ -314,12 +314,12 @@ class GroupQueue:
             self.step += 1
         expires = None if seconds is None else now + seconds
         orders = [item.order for item in chosen]
-        lease = records.BatchLease(secrets.token_hex(8), orders, self.step, seconds, expires)
+        lease = records.BatchLease(secrets.token_hex(8), orders, seconds, expires)
         self.leases[lease.id] = lease
         self.took = True
         self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
         self.waiting.move(chosen, "leased", lease.id)
-        return records.ServedBatch(id=lease.id, entries=tuple(i.entry for i in chosen), step=self.step, expires=expires)
+        return records.ServedBatch(id=lease.id, entries=tuple(item.entry for item in chosen))
 
     def _return(self, leases: list[records.BatchLease]) -> None:
         """Batches that were not trained: their groups go back in place, and serving them again is no new step."""

@@ -56,8 +56,6 @@ def lease(batch: ServedBatch) -> dict[str, Any]:
     """Describe a leased batch: its name, and an id and a version for each group."""
     return {
         "batch": batch.id,
-        "step": batch.step,
-        "expires": batch.expires,
         "ids": [entry.id for entry in batch.entries],
         "versions": [entry.version for entry in batch.entries],
     }
