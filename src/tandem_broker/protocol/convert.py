@@ -28,8 +28,6 @@ from tandem_broker.protocol.messages import Real, ScoredGroup
 Number = TypeVar("Number", int, float)
 Step = Annotated[int, msgspec.Meta(ge=0)]
 
-LEAST_SCORE = 1.1754943508222875e-38
-"""Scores nearer to 0 are 0: float32 has no exact numbers below, and what differs by less teaches nothing."""
 TEMPERATURES = (1e-6, 1e6)
 """Between these a temperature leaves logits finite in float32."""
 _UNREAD = ("ref_logprobs", "distill_token_ids", "distill_logprobs", "images")
@@ -260,7 +258,7 @@ class _GroupReader:
             sampled = self._sampled(at)
             messages = messages or self._decoded(at)
             turns = tuple(self._turns(at, sampled))
-            reward, advantages = _flushed(self._scored.scores[at]), self._advantages(at, sampled)
+            reward, advantages = self._scored.scores[at], self._advantages(at, sampled)
         except _Refused as refused:
             kind, error = refused.args
             self._notes.failed[kind] += 1
@@ -348,7 +346,7 @@ class _GroupReader:
     def _rewards(self, at: int, score: float) -> dict[str, float]:
         """By name where the environment tells them; else the score alone."""
         by_name = _as(dict[str, Real], self._entry(self._overrides.get("tandem_rewards"), at), {})
-        return {named(name): _flushed(value) for name, value in by_name.items()} or {"score": score}
+        return {named(name): value for name, value in by_name.items()} or {"score": score}
 
     def _advantages(self, at: int, sampled: Sequence[int]) -> tuple[float, ...] | None:
         if not self._rules.env_advantages or not self._scored.advantages:
@@ -378,11 +376,6 @@ def _as(kind: Any, value: Any, otherwise: Any) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
         return otherwise
-
-
-def _flushed(value: float) -> float:
-    """A score; 0 if it is too small for float32."""
-    return float(value) if abs(value) >= LEAST_SCORE else 0.0
 
 
 def _text(content: Any) -> str:
