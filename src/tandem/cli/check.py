@@ -28,7 +28,6 @@ from tandem.api.blocking import run_to_end
 from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
 from tandem.config.loading import FP8, RunConfig
-from tandem.config.sources import EnvSource
 from tandem.engines.base import ReportsChecksums
 from tandem.errors import ConfigError, RewardError, TandemError, redacted
 from tandem.model.policy import load_config, load_tokenizer
@@ -114,7 +113,7 @@ class _RecipeCheck:
 
     def questions(self) -> dict[str, Question]:
         """Questions by name."""
-        config, counts = self._config, RankCounts.of(self._config)
+        config = self._config
         questions: tuple[tuple[str, Question, bool], ...] = (
             ("parts", self._parts, True),
             ("engine", self._engine, True),
@@ -125,7 +124,6 @@ class _RecipeCheck:
             ("model", self._model_config, True),
             ("prompts", self._prompts, config.plays),
             ("memory", self._memory, True),
-            ("ranks", self._ranks, counts.world > 1),
             ("disk", self._disk, True),
         )
         return {name: question for name, question, is_asked in questions if is_asked}
@@ -133,6 +131,7 @@ class _RecipeCheck:
     def _parts(self) -> str:
         """Parts and ranks that must work together."""
         layout.check_config(self._config)
+        layout.check_gpus(self._config, RankCounts.of(self._config))
         envs = [f"env {name}" for name in self._config.sources]
         several = (None, "envs", "rewards", "corrections", "loggers")
         named = [
@@ -176,14 +175,12 @@ class _RecipeCheck:
         """
         if not self._tasks:
             return None
-        return _of_each({name: await self._gold_of(name, env) for name, env in self._config.sources.items()})
+        async with environments.opened(self._config, self._config.sources, self.log) as opened:
+            return _of_each({name: await self._gold_of(name, graders) for name, graders in opened.graders.items()})
 
-    async def _gold_of(self, name: str, source: EnvSource) -> str:
-        grading = self._config.grading
-        specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
-        opened = Graders(specs, workers=grading.workers or 1, timeout=grading.timeout_seconds, log=self.log)
-        async with opened as graders:
-            graded = await siblings(source.env, graders, self._tasks[name])
+    async def _gold_of(self, name: str, graders: Graders) -> str:
+        source = self._config.sources[name]
+        graded = await siblings(source.env, graders, self._tasks[name])
         require_right(name, graded)
         label = f"{name}: " if len(self._config.sources) > 1 else ""
         self.warnings += [label + warning for warning in warnings_of(source.rewards, graded)]
@@ -245,16 +242,6 @@ class _RecipeCheck:
         if not plan.within(1 / (1 + memory.MARGIN)):
             self.warnings.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
-
-    def _ranks(self) -> str:
-        """How many there are.
-
-        Raises:
-            UnsupportedPair: an option cannot be had with several.
-        """
-        counts = RankCounts.of(self._config)
-        layout.check_gpus(self._config, counts)
-        return str(counts.world)
 
     def _disk(self) -> str | None:
         """Room for checkpoints: a new one is whole before an old one goes.
