@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import mmap
 import numbers
@@ -25,7 +26,9 @@ def encode(row: Mapping[str, Json]) -> bytes:
     try:
         return _encoder.encode(row) + b"\n"
     except UnicodeEncodeError:
-        return _encoder.encode(_without_surrogates(msgspec.to_builtins(row, enc_hook=_plain))) + b"\n"
+        # Half of a surrogate pair (data sets hold such) has no bytes; a question mark stands for it.
+        text = json.dumps(msgspec.to_builtins(row, enc_hook=_plain), ensure_ascii=False)
+        return _encoder.encode(json.loads(text.encode("utf-8", "replace"))) + b"\n"
 
 
 def _plain(value: object) -> Json:
@@ -33,15 +36,6 @@ def _plain(value: object) -> Json:
     if isinstance(value, numbers.Integral):
         return int(value)
     return float(value) if isinstance(value, numbers.Real) else str(value)
-
-
-def _without_surrogates(value: Json) -> Json:
-    """Half of a surrogate pair (data sets hold such) cannot be written as UTF-8; a question mark stands for it."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
-    if isinstance(value, Mapping):
-        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
-    return [_without_surrogates(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
