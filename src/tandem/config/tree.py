@@ -154,14 +154,10 @@ class _Loader(yaml.SafeLoader):
     def scalar(self, text: str, tag: str) -> bool | int | float | str | None:
         """The value YAML gives a scalar; dates stay text."""
         kind = tag.rpartition(":")[2]
-        node = yaml.ScalarNode(tag, text)
-        if kind == "null":
-            return None
-        if kind == "bool":
-            return bool(self.construct_yaml_bool(node))
-        if kind in ("int", "float"):
+        if kind in ("null", "bool", "int", "float"):
             try:
-                return int(self.construct_yaml_int(node)) if kind == "int" else float(self.construct_yaml_float(node))
+                value: bool | float | None = self.construct_object(yaml.ScalarNode(tag, text))
+                return value
             except ValueError:
                 return text  # 0x_ is a number by YAML's pattern alone, and Python reads none of thousands of digits
         if kind in ("str", "timestamp", "value", "merge"):
