@@ -19,7 +19,7 @@ from tandem.config import registry as resolve
 from tandem.config.build import Builder, encode, part, parts
 from tandem.config.dialects import translate
 from tandem.config.sources import EnvSource, PlayOptions
-from tandem.config.tree import Branch, Problems, from_plain, parse, plain, render
+from tandem.config.tree import Branch, Items, Leaf, Problems, from_plain, parse, plain, render
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError, bounded, check_bounds, require
 from tandem.observability.answers import PrintCompletions
@@ -366,13 +366,11 @@ def parsed(source: Path, problems: Problems, text: str | None = None) -> Branch:
     source = source / "config.yaml" if source.is_dir() else source
     tree = parse(_read(source) if text is None else text, str(source), problems)
     resolve.search(source.parent)  # modules with its own rewards and parts may lie beside a recipe
-    if tree is None and not problems:
-        tree = Branch(where=str(source))
+    if isinstance(tree, Leaf | Items):
+        problems.add(tree.where, "a recipe is a mapping of options, such as 'model: ...' on a line of its own")
     if not isinstance(tree, Branch):
-        if tree is not None:
-            problems.add(tree.where, "a recipe is a mapping of options, such as 'model: ...' on a line of its own")
         problems.raise_if_any(str(source))
-        raise AssertionError("a tree that is no mapping has a problem")
+        tree = Branch(where="")
     tree.where = str(source)
     return tree
 
