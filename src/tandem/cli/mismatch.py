@@ -58,14 +58,10 @@ class Mismatch:
     """Rollouts that have a gap."""
     without_gap: int
     """Rollouts of the step that have none: not trained, or without the engine's logprobs."""
-    dtype: str
-    """Of the weights."""
-    whole: GapCell
-    """Of all tokens."""
     kl: float
     """KL(engine || trainer), estimated by k3."""
     table: tuple[GapCell, ...]
-    """By version and by place in the turn; the row of a turn's last tokens overlaps the others."""
+    """Of all tokens, and by version and by place in the turn; the row of a turn's last tokens overlaps the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +89,11 @@ def mismatch(run: Path, *, step: int | None) -> None:
         ConfigError: it is not a run's folder.
         TandemError: there is nothing to look at.
     """
-    result, console = look(run, load(recipe_of(run)).config, step=step), Console()
-    whole = result.whole
+    config, console = load(recipe_of(run)).config, Console()
+    result = look(run, config, step=step)
+    whole = result.table[0]
     lines = [
-        f"step {result.step}, which trained version {result.step - 1}: {result.rollouts} rollouts, {result.dtype}",
+        f"step {result.step}, which trained version {result.step - 1}: {result.rollouts} rollouts, {config.dtype}",
         f"trainer minus engine, nats: mean {whole.mean:+.2g}, rms {whole.rms:.2g}, widest {whole.max:.2g}; "
         f"KL {result.kl:.2g}",
     ]
@@ -140,8 +137,6 @@ def look(path: Path, config: RunConfig, *, step: int | None = None) -> Mismatch:
         step=step,
         rollouts=len(by_rollout),
         without_gap=len(rows) - len(by_rollout),
-        dtype=config.dtype,
-        whole=_cell(None, "all", gaps),
         kl=math.fsum(math.expm1(gap) - gap for gap in gaps) / len(gaps),
         table=tuple(_table(tokens)),
     )
