@@ -66,8 +66,6 @@ class RunState:
     """Longest first."""
     chain: tuple[OpenWait, ...] = ()
     """From the longest wait to one whose awaited part waits for nothing: that part holds all up."""
-    doing: tuple[tuple[str, float], ...] = ()
-    """What the process is doing, and seconds since it began."""
     last: tuple[tuple[str, float, str], ...] = ()
     """Each part's last word: its name, seconds ago, what it said."""
     followers: tuple[FollowerState, ...] = ()
@@ -134,7 +132,6 @@ def _running(run: Path, signs: Mapping[str, Json], age: float) -> RunState:
     going = _waits(signs, age)
     links = waits.chain(going[0], going) if going else []
     chain = [wait for i, wait in enumerate(links) if (wait.owner, wait.on) not in {(x.owner, x.on) for x in links[:i]}]
-    doing = tuple((name, seconds + age) for name, seconds in signs["doing"])
     state, wrong = _liveness(signs, age)
     if wrong:
         remedy = {"stuck": "; see --stacks", "gone": f"; go on with: {command('train', run)}"}.get(state, "")
@@ -143,10 +140,10 @@ def _running(run: Path, signs: Mapping[str, Json], age: float) -> RunState:
         last = chain[-1]
         head = f"is alive; all waits for {last.on}, since {duration(last.seconds)} ({last.reason})"
     else:
-        phases = ", ".join(phase(name, {}) for name, _ in doing)
+        phases = ", ".join(phase(name, {}) for name, _ in signs["doing"])
         head = "is alive and waits for nothing" + f"; it is at: {phases}" * bool(phases)
     head = f"{run}: process {signs['pid']} {head}"
-    return RunState(state=state, headline=head, waits=tuple(going), chain=tuple(chain), doing=doing)
+    return RunState(state=state, headline=head, waits=tuple(going), chain=tuple(chain))
 
 
 def _follower(rank: int, signs: Mapping[str, Json], age: float) -> FollowerState:
