@@ -17,11 +17,6 @@ def loaded(name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(name, dtype="auto")
 
 
-def is_quantized(model: Any) -> bool:
-    """True for a model that was loaded in 4 or 8 bits."""
-    return bool(getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_4bit", False))
-
-
 def started(model: Any, runs: Path) -> tuple[str, Any]:
     """The name of what training starts from, and the LoRA on it, if there is one.
 
@@ -44,7 +39,7 @@ def started(model: Any, runs: Path) -> tuple[str, Any]:
     base = model.get_base_model() if adapter is not None else model
     name = base.name_or_path
     plain = {_plain(key): value for key, value in base.state_dict().items() if "lora_" not in key}
-    if name and (is_quantized(base) or _same(plain, loaded(name).to(base.dtype).state_dict())):
+    if name and (getattr(base, "is_quantized", False) or _same(plain, loaded(name).to(base.dtype).state_dict())):
         return name, adapter
     folder = runs / "model"
     base.save_pretrained(folder, state_dict=plain)

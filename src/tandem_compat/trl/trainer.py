@@ -80,7 +80,7 @@ class GRPOTrainer:
         if self._model is not None:
             model, adapter = models.started(model, runs)
             peft_config = peft_config or adapter
-        if quantization_config is not None or models.is_quantized(self._model):
+        if quantization_config is not None or getattr(self._model, "is_quantized", False):
             reader.note("quantization", f"{model} is trained unquantized, which takes the memory of its whole weights")
         env = described.environment(train_dataset, runs)
         rows, held_out = [row.columns for row in read_file(env["path"])], 0
