@@ -117,7 +117,6 @@ class GroupMaker:
 
     def groups(self, own: Own) -> list[Group]:
         """The groups."""
-        self.draw.seed(0)
         broker, envs = self.config.broker, list(self.known.weights) or ["made-up"]
         made = [self._group(i, envs[i % len(envs)], *prompt, plans) for i, (prompt, plans) in enumerate(GROUPS.items())]
         at = 0

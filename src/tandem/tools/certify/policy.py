@@ -39,31 +39,26 @@ class Recorder:
     As an optimizer's, its writes reach what a merged adapter computes with only when the step folds them.
     """
 
-    named: Mapping[int, str]
-    """Parameter names by identity."""
+    parameters: Mapping[str, Parameter]
+    """By name."""
     move: Callable[[int], None]
     """Sets the weights to those after so many updates."""
     updates: list[dict[str, Tensor]] = field(default_factory=list)
     """The gradient of each update so far."""
-    _sums: dict[str, Tensor] = field(default_factory=dict)
+    _sums: dict[int, Tensor] = field(default_factory=dict)
 
     def accumulate(self, parameter: Parameter) -> None:
         """Add in float32, as optimizers do."""
         assert parameter.grad is not None
-        self._sums[self.named[id(parameter)]] += parameter.grad.float()
+        self._sums[id(parameter)] = self._sums.get(id(parameter), 0) + parameter.grad.float()
         parameter.grad = None
 
     def step(self, lr: float, max_grad_norm: float) -> Tensor:
-        """Keep what was added up; the weights go where the next update is looked at."""
-        sums = self._sums
+        """Keep what was added up, 0 of a weight that no token reaches; the weights go to where the next one begins."""
+        sums = {name: self._sums.pop(id(p), torch.zeros_like(p)) for name, p in self.parameters.items()}
         self.updates.append(sums)
-        self.start(sums)
         self.move(len(self.updates))
         return torch.tensor(norm([sums]), dtype=torch.float64)
-
-    def start(self, weights: Mapping[str, Tensor]) -> None:
-        """Begin an update; a weight that no token reaches has a gradient of 0."""
-        self._sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """It has no state."""
@@ -121,8 +116,7 @@ class CertifiedPolicy:
         self._loaded = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._moves = {name: MOVES * _deviation(loaded) for name, loaded in self._loaded.items()}
         self._changing = changing(config, self.policy)
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._recorder = Recorder(names, lambda update: self._write(self.placed(update)))
+        self._recorder = Recorder(self._parameters, lambda update: self._write(self.placed(update)))
         self.work = LocalWork.of(config, self.policy, self._recorder, None)
         self._step = Step(
             work=self.work, optimizer=config.optimizer, steps=1, updates_per_batch=config.updates_per_batch
@@ -164,7 +158,6 @@ class CertifiedPolicy:
         """Of every update of some steps, each given by its number in the run and its batch."""
         self._begin()
         self._recorder.updates = []
-        self._recorder.start(self._loaded)
 
         async def whole() -> None:
             for number, batch in steps:
