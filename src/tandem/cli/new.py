@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
 
@@ -43,16 +44,9 @@ def new(what: str, name: str, folder: Path, source: str = "arithmetic") -> str:
     if name in resolve.names("envs"):
         raise ConfigError(f"there is an environment {name!r} already (tandem list envs); choose another name")
     module, recipe = folder / f"{name}.py", folder / f"{name}.yaml"
-    for path in (module, recipe):
-        if path.exists():
-            raise ConfigError(f"{path} is already there and is left as it is; choose another name, or move it away")
     title = "".join(word[:1].upper() + word[1:] for word in name.split("_"))
-    try:
-        for path in (module, recipe):
-            text = clone.written(clone.FOLDER / "new" / f"my_env{path.suffix}")
-            path.write_text(text.replace("my_env", name).replace("MyEnv", title), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
+    texts = {path: clone.written(clone.FOLDER / "new" / f"my_env{path.suffix}") for path in (module, recipe)}
+    _write({path: text.replace("my_env", name).replace("MyEnv", title) for path, text in texts.items()})
     return f"wrote {module} and {recipe}; next: {command('check', recipe)}"
 
 
@@ -63,14 +57,19 @@ def _new_recipe(path: Path, source: str) -> str:
         hint = resolve.did_you_mean(source, recipes)
         raise ConfigError(f"Tandem ships no recipe {source!r}{hint}; tandem recipes lists them")
     text = clone.written(recipes[source])
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-        for module in recipes[source].parent.glob("*.py"):
-            if f"{module.stem}:" in text and not (beside := path.with_name(module.name)).exists():
-                beside.write_bytes(module.read_bytes())
-    except FileExistsError:
-        raise ConfigError(f"{path} is already there and is left as it is; choose another name") from None
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    named = [module for module in recipes[source].parent.glob("*.py") if f"{module.stem}:" in text]
+    beside = {path.with_name(module.name): module.read_text(encoding="utf-8") for module in named}
+    _write({path: text} | {place: code for place, code in beside.items() if not place.exists()})
     return f"wrote {path}, a copy of {source}; edit it, then: {command('check', path)}"
+
+
+def _write(files: Mapping[Path, str]) -> None:
+    """Write new files."""
+    for path in files:
+        if path.exists():
+            raise ConfigError(f"{path} is already there and is left as it is; choose another name, or move it away")
+    try:
+        for path, text in files.items():
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
