@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TypeVar
 
 import msgspec
 
 from tandem.observability.report.folder import Row, RunFolder
 from tandem.types import Json
-
-T = TypeVar("T")
 
 MOST_STEPS = 40
 """Steps whose rollouts are embedded at most."""
@@ -33,7 +30,9 @@ def collect(run: RunFolder, most_bytes: int = MOST_BYTES) -> Row:
     """
     sizes = [run.rollout_file(step).stat().st_size for step in run.rollout_steps]
     expected = PACKED * sum(sizes) / max(1, len(sizes))
-    chosen = evenly(run.rollout_steps, min(MOST_STEPS, max(2, int(most_bytes / max(1.0, expected)))))
+    chosen, most = run.rollout_steps, min(MOST_STEPS, max(2, int(most_bytes / max(1.0, expected))))
+    if len(chosen) > most:
+        chosen = [chosen[round(i * (len(chosen) - 1) / (most - 1))] for i in range(most)]
     pieces: dict[tuple[int, str], int] = {}
     steps: list[Row] = []
     room = most_bytes
@@ -49,15 +48,6 @@ def of_step(run: RunFolder, step: int) -> Row:
     pieces: dict[tuple[int, str], int] = {}
     packed, _ = _step(step, run.rollouts(step), pieces, MOST_BYTES)
     return {**packed, "pieces": list(pieces)}
-
-
-def evenly(items: Sequence[T], count: int) -> list[T]:
-    """``count`` of the items at equal distances, first and last included."""
-    if count >= len(items):
-        return list(items)
-    if count <= 1:
-        return list(items[-1:]) if count else []
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 def _step(step: int, records: list[Row], pieces: dict[tuple[int, str], int], most: int) -> tuple[Row, int]:
@@ -161,6 +151,7 @@ def _message(message: Row) -> Row:
 def answers(run: RunFolder, most_bytes: int = 600_000) -> list[Json]:
     """Held-out answers of the first and the last evaluation, task by task: ``[{task, prompt, answer, before, after}]``.
 
+    Of as many tasks, at equal distances, as fit.
     ``before`` and ``after`` are ``{"reward", "text"}``; after a single evaluation ``after`` is None.
     """
     rows = [row for row in run.evaluations if row.get("rollouts")]
@@ -179,14 +170,9 @@ def answers(run: RunFolder, most_bytes: int = 600_000) -> list[Json]:
         for task, sample in before.items()
         if task in after or not after
     ]
-    return _fitting(out, most_bytes)
-
-
-def _fitting(rows: list[Json], most_bytes: int) -> list[Json]:
-    """As many of the rows as fit, at equal distances."""
-    while rows and len(msgspec.json.encode(rows)) > most_bytes:
-        rows = evenly(rows, len(rows) // 2)
-    return rows
+    while len(out) > 1 and len(msgspec.json.encode(out)) > most_bytes:
+        out = out[::2]
+    return out
 
 
 def _by_task(row: Row) -> dict[str, Row]:
