@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from tandem.api.comparison import paired
 from tandem.observability import json_lines
-from tandem.observability.board import percent_with_interval, sparkline
+from tandem.observability.board import CURVES, percent_with_interval, sparkline
 from tandem.observability.loggers.base import kind
 from tandem.observability.report.folder import RunFolder, load
 from tandem.observability.report.summary import column, facts
@@ -16,7 +16,6 @@ from tandem.types import Json
 
 BENCHMARKS = "benchmarks.jsonl"
 """File of a run's folder with what ``tandem eval RUN --on`` measured."""
-_CURVES = ("reward", "accuracy", "length", "entropy", "kl_behavior")
 _PLACES = 6
 """Most evaluations that are listed; of more, the first and the last."""
 
@@ -83,7 +82,7 @@ def _benchmarks(run: RunFolder) -> list[str]:
 
 def _curves(run: RunFolder) -> list[str]:
     """The course of training: a metric's first value, its curve and its last value."""
-    series = {name: values for name in _CURVES if (values := column(run, name))}
+    series = {name: values for name in CURVES if (values := column(run, name))}
     lines = [f"- {name}: {each[0]:.3g} `{sparkline(each, 16)}` {each[-1]:.3g}" for name, each in series.items()]
     return ["## Training", "\n".join(lines)] if lines else []
 

@@ -11,13 +11,12 @@ from typing import Any
 
 from tandem.config.registry import did_you_mean
 from tandem.errors import TandemError
-from tandem.observability.board import percent_with_interval, sparkline
+from tandem.observability.board import CURVES, percent_with_interval, sparkline
 from tandem.observability.report import folder as folders
 from tandem.observability.report.folder import Row, RunFolder
 from tandem.observability.report.summary import column, summarise
 from tandem.types import Json
 
-_CURVES = ("reward", "accuracy", "length", "entropy", "kl_behavior", "grad_norm", "seconds/step")
 _PLOTTED = ("reward", "length")
 _WIDTH = 24
 _ANYWHERE = frozenset(("name", "runs"))
@@ -78,7 +77,7 @@ class ComparedRuns:
             [],
             *self._results(),
             [],
-            *(row for name in _CURVES if (row := self._curve(name))),
+            *(row for name in CURVES if (row := self._curve(name))),
         ]
         widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(len(self.runs) + 1)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -13,16 +13,11 @@ from rich.text import Text
 from tandem.api.targets import recipe_of
 from tandem.errors import TandemError, command
 from tandem.observability import report
-from tandem.observability.board import alarm_lines, duration, sparkline
+from tandem.observability.board import CURVES, alarm_lines, duration, sparkline
 from tandem.observability.loggers.base import PHASES, phases
 from tandem.observability.report.folder import Row, RunFolder, load
 from tandem.observability.report.summary import Summary, column, episodes, headline_evaluations, summarise
 
-_CURVES = (
-    "reward", "accuracy", "length", "entropy", "kl_behavior", "ratio/max", "grad_norm", "tokens_per_second",
-    "seconds/step",
-)  # fmt: skip
-"""Metrics drawn as a line each, in this order."""
 _WIDTH = 32
 """Columns of such a line."""
 
@@ -90,7 +85,7 @@ def _print_curves(console: Console, folder: RunFolder) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for justify in ("left", "right", "left", "right"):
         table.add_column(justify=justify, no_wrap=True)
-    for name in _CURVES:
+    for name in CURVES:
         values = column(folder, name)
         if values:
             table.add_row(name, _number(values[0]), sparkline(values, _WIDTH), _number(values[-1]))

@@ -22,6 +22,7 @@ from tandem.api.comparison import ComparedRuns
 from tandem.cli import why
 from tandem.errors import ConfigError
 from tandem.observability import json_lines
+from tandem.observability.board import CURVES
 from tandem.observability.report import folder as folders
 from tandem.observability.report import page, samples
 from tandem.observability.report.folder import Row, RunFolder
@@ -32,8 +33,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 SOME = 200
 """Steps of a run that are read for the list of runs and for comparisons."""
-COMPARED = ("reward", "accuracy", "length", "entropy", "kl_behavior", "grad_norm", "seconds/step", "tokens_per_second")
-"""Metrics drawn of compared runs."""
 LOOPBACK = ("127.", "localhost", "::1")
 KEY = "TANDEM_WATCH_KEY"
 """Environment variable of the key to ask for."""
@@ -138,7 +137,7 @@ class RunsPage:
 
     def _compare(self, request: web.Request) -> Row:
         runs = [self._some(name) for name in request.query.getall("compare")]
-        compared, wanted = ComparedRuns(tuple(runs)), (*COMPARED, *request.query.getall("metric", ()))
+        compared, wanted = ComparedRuns(tuple(runs)), (*CURVES, *request.query.getall("metric", ()))
         return {
             "runs": [
                 {

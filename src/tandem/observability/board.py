@@ -12,6 +12,11 @@ from tandem.printable import printable
 from tandem.types import Json
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+CURVES = (
+    "reward", "accuracy", "length", "entropy", "kl_behavior", "ratio/max", "grad_norm", "tokens_per_second",
+    "seconds/step",
+)  # fmt: skip
+"""Metrics whose curves are shown of a run, in this order."""
 PERCENT = {"accuracy", "rollouts/truncated", "clip_fraction"}
 
 
