@@ -66,8 +66,7 @@ def print_certificate(recipe: Path, overrides: Sequence[str]) -> int:
         table.add_column(column, justify="right" if column in ("apart", "allowed") else "left")
     for line in certificate.lines:
         figures = ["" if value is None else f"{value:.1e}" if value else "0" for value in (line.figure, line.bound)]
-        note = "; ".join(text for text in (line.compared_with, line.note) if text)
-        table.add_row(Text(line.state, _STYLES[line.state]), line.name, *figures, Text(note))
+        table.add_row(Text(line.state, _STYLES[line.state]), line.name, *figures, Text(line.note))
     console.print(certificate.model, markup=False, highlight=False)
     console.print(table)
     failed = sum(line.state == "fail" for line in certificate.lines)
@@ -104,9 +103,7 @@ def _lines(live: CertifiedPolicy) -> Iterator[CertificateLine]:
     base = live.gradients(batch)
     size = norm(base)
     sound = math.isfinite(size) and size > 0
-    yield CertificateLine(
-        name="the gradient is there", state="pass" if sound else "fail", figure=size, compared_with="0"
-    )
+    yield CertificateLine(name="the gradient is there", state="pass" if sound else "fail", figure=size, note="0")
     unknown = oracle.unknown(known)
     if live.exact.kind not in oracle.TRAINABLES:
         unknown.append(f"trainable {live.exact.kind}")

@@ -15,8 +15,7 @@ from torch.nn import Parameter
 
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig, loss_reference
-from tandem.model import layers, packing
-from tandem.model.layers import Checkpointing
+from tandem.model import packing
 from tandem.model.policy import Compute, Policy, load_config
 from tandem.testing.oracle import PlainModel, part
 from tandem.trainer.pack import StepBatch
@@ -168,18 +167,6 @@ class CertifiedPolicy:
         asyncio.run(whole())
         return list(self._recorder.updates)
 
-    def recomputed(self, batch: StepBatch, checkpointing: Checkpointing) -> list[Gradient]:
-        """Gradients by layers that are computed again in the backward pass.
-
-        Raises:
-            ConfigError: it is not known which of the model's modules are its layers.
-        """
-        try:
-            layers.tune(self.policy.model, compile=False, checkpointing=checkpointing)
-            return self.gradients(batch)
-        finally:
-            layers.tune(self.policy.model, compile=False)
-
     def close(self) -> None:
         """End its thread."""
         self.policy.close()
@@ -216,21 +203,18 @@ class CertificateLine:
     """The largest distance found."""
     bound: float | None = None
     """The largest that passes."""
-    compared_with: str = ""
-    """What the figure is the distance from, as a share of its norm; where the bound is 0, so many differ."""
     note: str = ""
-    """What else is to be told."""
+    """What the figure is the distance from, as a share of its norm (where the bound is 0, so many differ), and more."""
 
 
-def judged(name: str, figures: Sequence[float], bound: float, compared_with: str, note: str = "") -> CertificateLine:
+def judged(name: str, figures: Sequence[float], bound: float, *notes: str) -> CertificateLine:
     """A check that passes if no distance is above the bound; one that is not a number fails."""
     return CertificateLine(
         name=name,
         state="pass" if all(figure <= bound for figure in figures) else "fail",
         figure=max(figures, key=lambda figure: math.inf if math.isnan(figure) else figure),
         bound=bound,
-        compared_with=compared_with,
-        note=note,
+        note="; ".join(filter(None, notes)),
     )
 
 

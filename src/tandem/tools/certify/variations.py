@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from tandem.model import layers
 from tandem.model.attention import Packed, sequential_positions
+from tandem.model.layers import Checkpointing
 from tandem.tools.certify.policy import CertifiedPolicy, Gradient
 from tandem.trainer.pack import Micro, Packer
 from tandem.types import Group
@@ -90,8 +92,15 @@ def tiles(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[
 
 def recomputed(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
     """Layers computed again in the backward pass: all but their products, and all of them."""
-    batch = pack(groups, version=0)
-    return [live.recomputed(batch, how) for how in ("selective", "full")]
+    batch, gradients = pack(groups, version=0), []
+    ways: tuple[Checkpointing, ...] = ("selective", "full")
+    try:
+        for way in ways:
+            layers.tune(live.policy.model, compile=False, checkpointing=way)
+            gradients.append(live.gradients(batch))
+    finally:
+        layers.tune(live.policy.model, compile=False)
+    return gradients
 
 
 VARIATIONS: Mapping[str, Variation] = {
