@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,11 @@ class Gain:
         return f"{self.mean:+.3f} [{low:+.3f}, {high:+.3f}] paired: {self.better} tasks better, {self.worse} worse"
 
 
+def half_interval(values: Sequence[float]) -> float:
+    """Half the 95 % interval of a mean; infinite for that of a single value."""
+    return 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+
+
 def _gain(first: Row, other: Row) -> Gain | None:
     """None where the tasks are not the same, or results are not recorded task by task."""
     shown = [[(task.get("task"), task.get("prompt")) for task in row.get("rollouts", ())] for row in (first, other)]
@@ -152,7 +157,5 @@ def _gain(first: Row, other: Row) -> Gain | None:
     if not (counts[0] and counts[1]) or shown[0] != shown[1] or len(counts[0]) != len(counts[1]):
         return None
     gains = [b / other["samples"] - a / first["samples"] for a, b in zip(*counts, strict=True)]
-    mean, half = statistics.fmean(gains), math.inf
-    if len(gains) > 1:
-        half = 1.96 * statistics.stdev(gains) / math.sqrt(len(gains))
+    mean, half = statistics.fmean(gains), half_interval(gains)
     return Gain(mean, (mean - half, mean + half), sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains))

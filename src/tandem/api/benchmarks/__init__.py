@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import yaml
 
 from tandem.api import targets
 from tandem.api.card import BENCHMARKS
-from tandem.api.comparison import paired
+from tandem.api.comparison import half_interval, paired
 from tandem.errors import ConfigError
 from tandem.importing import library
 from tandem.model.policy import load_config
@@ -42,7 +41,7 @@ class Score:
 
     def __str__(self) -> str:
         """One line of what ``tandem eval --on`` prints."""
-        means = " → ".join(f"{statistics.fmean(each):.3f} ±{_half_interval(each):.3f}" for each in self.samples)
+        means = " → ".join(f"{statistics.fmean(each):.3f} ±{half_interval(each):.3f}" for each in self.samples)
         first, *more = ({"solved": each, "samples": 1} for each in self.samples)
         gain = "".join(f"  {paired(first, other)}" for other in more)
         return f"{self.task} {self.metric}, {len(self.samples[0])} samples: {means}{gain}"
@@ -135,7 +134,3 @@ def _metrics(samples: Mapping[str, list[dict[str, Any]]]) -> Iterator[tuple[tupl
                 if all(isinstance(row[metric], (int, float)) for row in chosen):
                     label = f"{metric} ({name})" if len(filters) > 1 else metric
                     yield (task, label), [float(row[metric]) for row in chosen]
-
-
-def _half_interval(values: Sequence[float]) -> float:
-    return 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
