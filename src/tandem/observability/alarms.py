@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.observability.board import number, percent
 from tandem.observability.loggers.base import option
 from tandem.types import Json
 
@@ -150,7 +151,7 @@ class MetricsHistory:
         level, before = self.now(EARLIER).mean(goal), self.around(then).mean(goal)
         if level is None or before is None:
             return ""
-        return f"while {goal} went from {short(before)} to {short(level)}"
+        return f"while {goal} went from {number(before)} to {number(level)}"
 
 
 GROUPS, ZERO_VARIANCE = "groups/played", "groups/zero_variance"
@@ -165,16 +166,6 @@ def group_counts(scalars: Mapping[str, float]) -> dict[str, float]:
             groups += count
             zero_variance += count * scalars.get(f"{name.removesuffix('groups')}zero_variance", 0.0)
     return {GROUPS: groups, ZERO_VARIANCE: zero_variance}
-
-
-def short(value: float) -> str:
-    """Three significant figures."""
-    return f"{value:.3g}"
-
-
-def percent(share: float) -> str:
-    """A share as percent, with a decimal below ten."""
-    return f"{100 * share:.1f} %" if abs(share) < 0.1 and share else f"{100 * share:.0f} %"
 
 
 def _weight(spec: Json) -> float:
@@ -223,7 +214,7 @@ def _changed(metric: str, seen: str, test: Callable[[float, float, Json], bool])
         for then in history.stagnant():
             before = then.median(metric)
             if level is not None and before and test(level, before, history.recipe):
-                return f"{seen.format(short(level))} ({now}), {short(before)} at {then}, {history.trend(then)}"
+                return f"{seen.format(number(level))} ({now}), {number(before)} at {then}, {history.trend(then)}"
         return ""
 
     return look
@@ -280,7 +271,7 @@ def _zero_variance(history: MetricsHistory) -> str:
     share, accuracy = _zero_variance_share(now), now.mean("accuracy") or 0.0
     if share is None or accuracy >= SOLVED:
         return ""
-    figures = f"accuracy is {percent(accuracy)}, reward/std {short(now.mean('reward/std') or 0.0)}"
+    figures = f"accuracy is {percent(accuracy)}, reward/std {number(now.mean('reward/std') or 0.0)}"
     if share > 0.85:
         return f"{percent(share)} of groups have zero variance ({now}; at most half is usual); {figures}"
     for then in history.stagnant() if share >= 0.75 else ():
@@ -307,13 +298,13 @@ def _kl_behavior(*, off_policy: bool) -> Look:
         # Within a grammar the sampler's logprobs are those of what it allows, and differ from the policy's.
         if level is None or option(recipe, "sampling.regex") or history.off_policy != off_policy:
             return ""
-        seen = f"kl_behavior is {short(level)} nats per token ({now})"
+        seen = f"kl_behavior is {number(level)} nats per token ({now})"
         if level > limit:
-            return f"{seen}; at max_lag: {recipe.get('max_lag')} at most {short(limit)} is usual"
+            return f"{seen}; at max_lag: {recipe.get('max_lag')} at most {number(limit)} is usual"
         for then in history.earlier():
             before = then.median("kl_behavior")
             if before is not None and level >= max(10 * before, 0.01):
-                return f"{seen}; {short(before)} at {then}"
+                return f"{seen}; {number(before)} at {then}"
         return ""
 
     return look

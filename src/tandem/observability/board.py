@@ -65,8 +65,13 @@ def alarm_lines(fields: Mapping[str, Json]) -> list[str]:
 def number(value: float, metric: str = "") -> str:
     """Three significant figures, whole numbers from a thousand on; shares as percent."""
     if metric in PERCENT:
-        return f"{100 * value:.1f} %" if abs(value) < 0.0995 else f"{100 * value:.0f} %"
+        return percent(value)
     return f"{value:,.0f}" if 999.5 <= abs(value) < 1e7 else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """A share as percent, with a decimal below ten."""
+    return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
 
 
 def duration(seconds: float) -> str:
