@@ -67,7 +67,6 @@ class Telemetry:
         self._evaluated: set[int] = set()
         self._step = info.resumed_step
         self._lock = threading.RLock()
-        self._stop_listening: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
         """Drop what lies after the step the run starts from, and open every logger.
@@ -100,8 +99,7 @@ class Telemetry:
 
     def __exit__(self, *error: object) -> None:
         """Flush and close everything, whatever ended the run."""
-        if self._stop_listening is not None:
-            self._stop_listening()
+        self._stop_listening()
         with self._lock:
             self._to_loggers(lambda writer: writer.close())
             self._writers.clear()
