@@ -27,7 +27,4 @@ class Console(MetricsLogger):
         if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
             sys.stdout.reconfigure(errors="replace")  # answers hold any letter
         terminal = Terminal(force_terminal=True if self.live == "always" else None)
-        looked_at = terminal.is_terminal and not terminal.is_dumb_terminal
-        if self.live == "always" or (self.live == "auto" and looked_at):
-            return LiveWriter(info, terminal)
-        return PlainWriter(info)
+        return LiveWriter(info, terminal) if self.live != "never" and terminal.is_interactive else PlainWriter(info)
