@@ -61,13 +61,8 @@ class PluginReward(FunctionReward):
         if inspect.isclass(reward):
             reward = reward(**_options(reward, self.arguments))
         names, any_name = keywords(reward)
-
-        def call(completions: Sequence[str], **columns: Any) -> Any:
-            """Completions come first, whatever the reward calls them."""
-            return reward(completions, **columns)
-
         return Called(
-            call=call,
+            call=lambda completions, **columns: reward(completions, **columns),  # first, whatever the reward calls them
             shape="columns",
             is_async=awaits(reward),
             accepts=None if any_name else names | {"completions"},
