@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -139,7 +139,8 @@ class Vllm(EngineSpec):
         """Options of starting an engine, where none is started."""
         if not self.urls:
             return {}
-        return dict.fromkeys(_STARTING, "urls names engines that run already, with options of their own")
+        reason = "urls names engines that run already, with options of their own"
+        return {each.name: reason for each in fields(self) if each.name not in _OF_CLIENTS}
 
     def refuses(self, capability: type) -> str:
         """Why engines of these options cannot be used in some way; empty if they can."""
@@ -394,11 +395,10 @@ def _separable(folder: Path) -> None:
         )
 
 
-_STARTING = (
-    "python", "replicas", "devices", "host", "port", "gpu_memory_utilization", "kv_cache_gb", "max_num_seqs",
-    "enforce_eager", "enable_prefix_caching", "tensor_parallel_size", "limit_mm_per_prompt", "args", "sleep",
-    "restarts", "linger_seconds", "require_api_key",
-)  # fmt: skip
+_OF_CLIENTS = frozenset((
+    "urls", "max_model_len", "seeded", "api_key_variable", "start_seconds", "request_seconds", "control_seconds",
+))  # fmt: skip
+"""Options that say how engines are asked, whoever started them."""
 
 
 _SET_BY_TANDEM = frozenset((
