@@ -106,11 +106,7 @@ class EmbeddedEngine(Engine):
         request = _Request(tuple(prompt), sampling, key, limit, future, penalties)
         self._waiting.append(request)
         self._work.set()
-        try:
-            return await request.future
-        except asyncio.CancelledError:
-            request.future.cancel()
-            raise
+        return await request.future  # which is cancelled with whoever waits for it
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         async with self._stepping:

@@ -99,9 +99,7 @@ class _Wave:
         return len(self.requests) - 1
 
     def leave(self, number: int) -> None:
-        """Cancel an answer that is no longer wanted; with the last one the request itself ends."""
-        future = self.requests[number].answer
-        future.cancel()
+        """Give up an answer that nobody waits for any more; with the last one the request itself ends."""
         if self.task is None or self.task.done():
             return
         if all(request.answer.done() for request in self.requests):
