@@ -73,7 +73,6 @@ class Routing:
     replayed_TLK: Tensor | None = None
     """What passes choose from now on, int16; None: by themselves."""
     _logits: dict[int, list[Tensor]] = field(default_factory=dict)
-    _balances: bool = False
     _keeps: bool = False
     _is_wrapped: bool = False
 
@@ -110,7 +109,6 @@ class Routing:
 
     def balance(self) -> None:
         """Have passes with gradients keep the logits that ``balance_loss`` reads."""
-        self._balances = True
         for layer, router in self.routers.items():
             router.register_forward_hook(partial(self._keep, layer))
 
@@ -122,7 +120,7 @@ class Routing:
     def begin(self) -> None:
         """A pass begins: what is kept from now on is its own."""
         self._logits.clear()
-        self._keeps = self._balances and torch.is_grad_enabled()
+        self._keeps = torch.is_grad_enabled()
 
     def arrange(self, place_T: Tensor) -> None:
         """Put what batches kept in the order of a packed row: the place of each of its tokens among theirs."""
