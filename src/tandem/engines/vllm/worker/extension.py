@@ -168,7 +168,6 @@ class WorkerExtension:
         return sharing.export(self._tandem_named(), file)
 
     _tandem_layout: _Layout | None = None
-    _tandem_addresses: Any = None
 
     def tandem_checksums(self) -> dict[str, str]:
         """Checksum of every part of a tensor that this rank holds, in hexadecimal, by ``name@row,column``.
@@ -189,10 +188,10 @@ class WorkerExtension:
     def _tandem_current(self) -> _Layout:
         """The places, found anew only where storage was moved: views of the old one would be read and written on."""
         addresses = [parameter.data_ptr() for parameter in self.tandem_model.parameters()]
-        if self._tandem_layout is None or addresses != self._tandem_addresses:
+        if self._tandem_layout is None or addresses != self._tandem_layout.addresses:
             held = self.tandem_places()
             shards = (Shard(_part(name, p.first), p.tensor, p.first) for name, parts in held.items() for p in parts)
-            self._tandem_layout, self._tandem_addresses = _Layout(held, ChecksumTally(shards)), addresses
+            self._tandem_layout = _Layout(addresses, held, ChecksumTally(shards))
         return self._tandem_layout
 
     def tandem_export_adapter(self, lora_id: int, config: str, manifest: str) -> str:
@@ -278,6 +277,8 @@ class WorkerExtension:
 class _Layout(NamedTuple):
     """Where a model's tensors lie, and a tally of all their parts by ``name@row,column``."""
 
+    addresses: list[int]
+    """Of the parameters, while it is so."""
     places: dict[str, list[TensorPlace]]
     tally: ChecksumTally
 
