@@ -265,8 +265,7 @@ class Vllm(EngineSpec):
 
     def _server(self, index: int) -> EngineServer:
         if self.urls:
-            seconds = {"control_seconds": self.control_seconds, "request_seconds": self.request_seconds}
-            return UrlServer(self.urls[index], self._key(), **seconds)
+            return self.client(self.urls[index], self._key(), UrlServer)
         try:
             reservation = None if self.port else reserve_port(self.host)
         except OSError as error:
@@ -277,9 +276,9 @@ class Vllm(EngineSpec):
         server.reservation = reservation
         return server
 
-    def client(self, url: str, key: str) -> EngineServer:
+    def client(self, url: str, key: str, kind: type[EngineServer] = EngineServer) -> EngineServer:
         """A client of an engine, with this recipe's deadlines."""
-        return EngineServer(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
+        return kind(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
 
     def _launch(self, requirements: EngineRequirements, context: int) -> Launch:
         """How each engine is started; the model folder may differ from start to start."""
