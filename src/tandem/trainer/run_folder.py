@@ -69,13 +69,10 @@ def _default_name(config: RunConfig) -> str:
 
 
 def write_recipe(config: RunConfig, folder: Path) -> None:
-    """The run's whole recipe, replaced at once where it changed."""
-    recipe, text = folder / "config.yaml", recipes.dump(config)
-    if recipe.is_file() and recipe.read_text(encoding="utf-8") == text:
-        return
+    """The run's whole recipe, replaced at once."""
     aside = folder / ".config.yaml.tmp"
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(recipe)
+    aside.write_text(recipes.dump(config), encoding="utf-8")
+    aside.replace(folder / "config.yaml")
 
 
 def keep_code(config: RunConfig, folder: Path) -> None:
