@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,13 +14,11 @@ from tandem.config.loading import RunConfig
 from tandem.rollout.source import DataState
 from tandem.types import Json, PolicyVersion
 
-_STEP = re.compile(r"[0-9]{6,}")
-
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """The whole checkpoints in a run's ``checkpoints`` folder by step, oldest first; other names are let be."""
-    paths = {int(path.name): path for path in folder.glob("*") if _STEP.fullmatch(path.name) and path.is_dir()}
-    return {step: paths[step] for step in sorted(paths) if paths[step].name == f"{step:06d}"}
+    folders = {int(path.name): path for path in folder.glob("*") if path.name.isdecimal() and path.is_dir()}
+    return {step: path for step, path in sorted(folders.items()) if path.name == f"{step:06d}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
