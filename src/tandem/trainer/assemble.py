@@ -112,10 +112,9 @@ async def _train(
     folder = dog.folder = resume or run_folder.new_folder(recipe)
     lock.take(folder)
     with run_folder.reporting(folder), memory.explained(config), vitals.shown(folder):
-        if resume:
-            run_folder.write_recipe(recipe, folder)  # what this resume changed holds for the next one too
         step = max(checkpoints_in(folder / "checkpoints"), default=0)
         if resume:
+            run_folder.write_recipe(recipe, folder)  # what this resume changed holds for the next one too
             for change in run_folder.code_changes(config, folder):
                 log.warning("%s: the run goes on with it as it is; for the run that was begun, put it back", change)
         info = RunInfo(
