@@ -136,24 +136,16 @@ class TaskSampler:
     def open(self, data_state: DataState) -> None:
         """Go on where ``data_state`` stands."""
         for name, mark in data_state.tasks.items():
-            if name in self._runners:
-                self._compare(self._runners[name], mark)
+            if name in self._runners and (now := self._runners[name].mark) != mark:
+                changed = f"{name}: its tasks are not those that the checkpoint was written with"
+                again = "some of this epoch may come twice or not at all; put its data back to go on as begun"
+                log.warning("environment %s (%d then, %d now): %s", changed, mark.number, now.number, again)
         self._drawn, self._again = Counter(data_state.drawn), list(data_state.again)
         self._unsolved = {self._key(draw): draw for draw in data_state.unsolved}
         self._rerolled = list(data_state.rerolled)
         self._seen = {name: dict(seen) for name, seen in data_state.seen.items()}
         for draw in (*data_state.again, *(draw for draw, group in data_state.ready if not group.replayed)):
             self._hold(draw)
-
-    @staticmethod
-    def _compare(runner: EnvRunner, before: TasksMark) -> None:
-        """Tell of tasks that were changed since the checkpoint."""
-        if runner.mark == before:
-            return
-        counts = f"{before.number} then, {runner.mark.number} now"
-        changed = f"environment {runner.name}: its tasks are not those that the checkpoint was written with ({counts})"
-        again = "some of this epoch may come twice or not at all; put its data back to go on with the run as begun"
-        log.warning("%s: %s", changed, again)
 
     def data_state(self) -> DataState:
         """Its part of one."""
