@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tandem_broker.protocol.messages import MOST_STEP, ScoredGroup
-from tandem_broker.protocol.wire import Place, explain, refuse, write
+from tandem_broker.protocol.wire import Malformed, Place, explain, write
 
 WEIGH_BYTES = 1 << 20
 """Values of larger bodies are counted before any is made."""
@@ -60,14 +60,14 @@ def read_groups(body: bytes, *, most: int = 10_000) -> list[GroupEntry]:
     """
     groups = _decoded(body, _LIST_DECODER)
     if len(groups) > most:
-        raise refuse("too_long", (), f"a list has at most {most} groups, not {len(groups)}")
+        raise Malformed("too_long", (), f"a list has at most {most} groups, not {len(groups)}")
     return [_entry(_checked(group, (index,))) for index, group in enumerate(groups)]
 
 
 def _decoded(body: bytes, decoder: Any) -> Any:
     """Decode a body; one with too many values is refused before any is made: ``[]`` can become 30 times its bytes."""
     if len(body) > WEIGH_BYTES and body.count(b",") + 4 * body.count(b"[") + 8 * body.count(b"{") > MOST_VALUES:
-        raise refuse("too_long", (), f"Value error, more than {MOST_VALUES} values; send several groups")
+        raise Malformed("too_long", (), f"Value error, more than {MOST_VALUES} values; send several groups")
     try:
         return decoder.decode(body)
     except (ValueError, RecursionError) as error:
@@ -85,36 +85,36 @@ def _checked(group: ScoredGroup, at: Place) -> ScoredGroup:
     sizes = [len(ids) for ids in group.tokens]
     if not sizes or 0 in sizes:
         place = (*at, "tokens", sizes.index(0)) if sizes else (*at, "tokens")
-        raise refuse("value_error", place, "Value error, a group needs a sequence, and each sequence a token")
+        raise Malformed("value_error", place, "Value error, a group needs a sequence, and each sequence a token")
     for name in _PER_SEQUENCE + _PER_TOKEN:
         rows = getattr(group, name) or []
         if rows and len(rows) != len(sizes):
             why = f"Value error, {len(rows)} entries for {len(sizes)} sequences of tokens"
-            raise refuse("value_error", (*at, name), why)
+            raise Malformed("value_error", (*at, name), why)
         for index, row in enumerate(rows if name in _PER_TOKEN else ()):
             if isinstance(row, float):  # one advantage for a sequence
                 rows[index] = [row] * sizes[index]
             elif len(row) != sizes[index]:
                 why = f"Value error, {len(row)} entries for {sizes[index]} tokens"
-                raise refuse("value_error", (*at, name, index), why)
+                raise Malformed("value_error", (*at, name, index), why)
     for name in _FREE:
         _check_free((*at, name), getattr(group, name), MOST_DEPTH)
     if not all("role" in m and "content" in m for chat in group.messages or () for m in chat):
         why = "Value error, Message must have 'role' and 'content' fields"
-        raise refuse("value_error", (*at, "messages"), why)
+        raise Malformed("value_error", (*at, "messages"), why)
     version = (group.group_overrides or {}).get("tandem_version")
     if version is not None and (type(version) is not int or not 0 <= version < MOST_STEP):
         why = "Value error, a step is an int from 0 to below 2**53"
-        raise refuse("value_error", (*at, "group_overrides", "tandem_version"), why)
+        raise Malformed("value_error", (*at, "group_overrides", "tandem_version"), why)
     return group
 
 
 def _check_free(place: Place, value: Any, depth: int) -> None:
     """Refuse what another reader may fail at: deep nesting, and ints beyond 64 bits."""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise refuse("value_error", place, "Value error, an int beyond 64 bits")
+        raise Malformed("value_error", place, "Value error, an int beyond 64 bits")
     if isinstance(value, list | dict):
         if not depth:
-            raise refuse("value_error", place, f"Value error, nested deeper than {MOST_DEPTH}")
+            raise Malformed("value_error", place, f"Value error, nested deeper than {MOST_DEPTH}")
         for inner in value.values() if isinstance(value, dict) else value:
             _check_free(place, inner, depth - 1)

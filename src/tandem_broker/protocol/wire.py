@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,25 +19,14 @@ _AT = re.compile(r" - at `\$(.*)`$")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 
-class Problem(msgspec.Struct):
-    """One thing wrong with a message, in FastAPI's form, which Atropos' clients know."""
-
-    type: str
-    loc: list[str | int]
-    msg: str
-
-
 class Malformed(BrokerError):
-    """A message that cannot be accepted."""
+    """A message that cannot be accepted; ``problem`` says so in FastAPI's form, which Atropos' clients know."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(f"{'.'.join(map(str, problem.loc))}: {problem.msg}")
-        self.problem = problem
-
-
-def refuse(kind: str, place: Place, msg: str) -> Malformed:
-    """Make the error for a problem at a place of the body."""
-    return Malformed(Problem(type=kind, loc=["body", *place], msg=msg))
+    def __init__(self, kind: str, place: Place, msg: str) -> None:
+        """``place`` is where it is in the body."""
+        where = ["body", *place]
+        super().__init__(f"{'.'.join(map(str, where))}: {msg}")
+        self.problem = {"type": kind, "loc": where, "msg": msg}
 
 
 def explain(error: Exception) -> Malformed:
@@ -45,13 +34,13 @@ def explain(error: Exception) -> Malformed:
     text = str(error)
     if not isinstance(error, msgspec.ValidationError):
         byte = _BYTE.search(text)
-        return refuse("json_invalid", (int(byte[1]),) if byte else (), f"JSON decode error: {text}")
+        return Malformed("json_invalid", (int(byte[1]),) if byte else (), f"JSON decode error: {text}")
     at = _AT.search(text)
     steps = tuple(name or int(index) for name, index in _STEP.findall(at[1])) if at else ()
     text = _AT.sub("", text)
     if missing := _MISSING.match(text):
-        return refuse("missing", (*steps, missing[1]), "Field required")
-    return refuse("value_error", steps, text)
+        return Malformed("missing", (*steps, missing[1]), "Field required")
+    return Malformed("value_error", steps, text)
 
 
 def write(value: Any) -> bytes:
@@ -68,14 +57,6 @@ def read(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
     except (ValueError, RecursionError) as error:
-        raise explain(error) from None
-
-
-def convert(query: Mapping[str, str], kind: type[T]) -> T:
-    """Read the parameters of a query; raises Malformed where one of them is wrong."""
-    try:
-        return msgspec.convert(query, kind, strict=False)
-    except msgspec.ValidationError as error:
         raise explain(error) from None
 
 

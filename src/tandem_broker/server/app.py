@@ -252,7 +252,7 @@ class BrokerServer:
         if self.store.run is None:
             message = "Trainer not registered. Call /register first."
             return reply({"status": "error", "message": message, "batch": []})
-        query = wire.convert(dict(request.query), messages.BatchQuery)
+        query = wire.read(wire.write(dict(request.query)), messages.BatchQuery)
         is_leased = query.lease is not None
         batch = self.store.take(self.clock(), lease=query.lease, policy=query.policy, max_lag=query.max_lag)
         if batch is None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from tandem_broker.protocol.wire import refuse
+from tandem_broker.protocol.wire import Malformed
 
 T = TypeVar("T")
 
@@ -91,11 +91,11 @@ class Bodies:
         with self._reserved(most if size is None else size):
             body = await self._collected(request, most)
             if not body:
-                raise refuse("missing", (), "Field required")
+                raise Malformed("missing", (), "Field required")
             kind = request.content_type if "Content-Type" in request.headers else "(none)"
             if not kind.endswith(("/json", "+json")):  # any web page could send it
                 why = f"Content-Type {kind[:80]} is not read; send application/json"
-                raise refuse("model_attributes_type", (), why)
+                raise Malformed("model_attributes_type", (), why)
             if coding.endswith("gzip"):
                 return await self._threaded(lambda: parse(self._inflated(body, most)))
             return parse(body) if len(body) <= INLINE_BYTES else await self._threaded(lambda: parse(body))
