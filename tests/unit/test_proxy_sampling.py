@@ -12,12 +12,10 @@ import aiohttp
 import pytest
 from support.fake_engine import END
 from support.proxy_sessions import USER, Scripted, message_of, served
-from support.uniform_engine import Fake
 
 from tandem.agents.schema import _tell
 from tandem.agents.server import Proxy, Session
-from tandem.agents.tool_calls import ToolOffer
-from tandem.errors import EngineError, EnvError
+from tandem.errors import EngineError
 from tandem.observability import waits
 from tandem.rollout.chat import EngineChat
 from tandem.rollout.template import Template
@@ -100,22 +98,6 @@ def test_options_of_the_chat_template_are_obeyed(tiny_model: Path) -> None:
         assert session.turns[2].prompt == (A, B, A, END, B, B)
 
     served(Template(tokenizer, {}), Scripted([A, END]), talk)
-
-
-def test_a_session_that_is_asked_in_python_records_no_more(template: Template) -> None:
-    async def go() -> None:
-        async with Fake(vocab=258).open(None, context=1000) as engine:
-            session = Session(engine, template, Sampling(max_tokens=4), "s")
-            with pytest.raises(EnvError, match=r"top_p 0\.9 is not the run's"):
-                await session.reply(
-                    [Message(role="user", content="hello")], Sampling(max_tokens=4, top_p=0.9), ToolOffer()
-                )
-            with pytest.raises(EnvError, match="greedy"):
-                await session.complete("hello", Sampling(max_tokens=4, temperature=0.0))
-            (warm,) = await session.complete("hello", Sampling(max_tokens=2, temperature=0.5))
-            assert warm.turn.temperature == 0.5
-
-    asyncio.run(go())
 
 
 # Whose fault it is

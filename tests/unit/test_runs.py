@@ -114,9 +114,16 @@ def test_a_trained_model_is_talked_to_and_served(run: Path) -> None:
                 models = await answer.json()
             body = {"model": "a", "messages": [{"role": "user", "content": "?"}], "max_tokens": 3, "temperature": 0.5}
             async with client.post(f"{url}/v1/chat/completions", json=body) as answer:
-                return models, await answer.json()
+                sampled = await answer.json()
+            greedy = [{**body, "temperature": 0, "n": 4}, {**body, "top_k": 1, "n": 4}]
+            texts = set()
+            for options in greedy:  # what no run could train on is answered all the same
+                async with client.post(f"{url}/v1/chat/completions", json=options) as answer:
+                    texts |= {choice["message"]["content"] for choice in (await answer.json())["choices"]}
+            return models, sampled, texts
 
-    models, answer = asyncio.run(request())
+    models, answer, texts = asyncio.run(request())
+    assert len(texts) == 1
     assert models["data"][0]["id"] == "a"
     assert 1 <= answer["usage"]["completion_tokens"] <= 3
     assert answer["choices"][0]["message"]["role"] == "assistant"

@@ -98,8 +98,8 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
         """Whether a stream ends with counts of tokens."""
         return bool((self.stream_options or {}).get("include_usage"))
 
-    def sampling(self, defaults: Sampling) -> Sampling:
-        """``own``, but for what the request says; what training could not account for stays as it is.
+    def sampling(self, defaults: Sampling, *, trained: bool) -> Sampling:
+        """``defaults``, but for what the request says; ``trained``: and for what training could not account for.
 
         Raises:
             BadRequest: a number is out of range.
@@ -114,7 +114,7 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
         for name, fine in (("max_tokens", made.max_tokens >= 1), ("temperature", 0 <= made.temperature < math.inf)):
             if not fine:
                 raise BadRequest(f"{name} is out of range", param=name)
-        while (odd := untrainable_option(defaults, made)) is not None:
+        while trained and (odd := untrainable_option(defaults, made)) is not None:
             run = getattr(defaults, odd)
             _tell(f"{odd} is left out of agents' requests; the run's is {run:g} (sampling.{odd} in the recipe)")
             made = replace(made, **{odd: getattr(defaults, odd)})

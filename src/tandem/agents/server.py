@@ -30,7 +30,7 @@ from tandem.agents.tool_calls import ToolOffer, alike, as_text, read, spoken
 from tandem.engines.base import Sampler
 from tandem.errors import Deadline, EngineError, EnvError
 from tandem.rollout.template import Template
-from tandem.rollout.turns import sample_turn, untrainable_option, why_untrainable
+from tandem.rollout.turns import sample_turn
 from tandem.together import together
 from tandem.types import Message, Sampling, Turn
 
@@ -64,6 +64,8 @@ class Session:
     """How answers are sampled where a request does not say."""
     stream: str
     """Names the random stream."""
+    trained: bool = True
+    """False: nothing is trained on it, so that requests may ask for any sampling."""
     turns: list[Turn] = field(default_factory=list)
     """Everything that was sampled, in the order in which it was answered."""
     messages: tuple[Message, ...] = ()
@@ -81,8 +83,7 @@ class Session:
         """Let the policy answer a conversation, several times if asked.
 
         Raises:
-            EnvError: the conversation leaves no room in the context, the chat template refuses it, or ``sampling``
-                differs from the session's in what a turn does not record.
+            EnvError: the conversation leaves no room in the context, or the chat template refuses it.
             EngineError: the engine failed.
         """
         conversation = tuple(messages)
@@ -110,7 +111,7 @@ class Session:
         """Let the policy go on with text, or with token ids, several times if asked.
 
         Raises:
-            EnvError: the prompt leaves no room in the context, or ``sampling`` is another than may be, as in ``reply``.
+            EnvError: the prompt leaves no room in the context.
             EngineError: the engine failed.
         """
         numbers = [next(self._numbers) for _ in range(answers)]
@@ -145,8 +146,6 @@ class Session:
 
     async def _sample(self, prompt: Sequence[int], sampling: Sampling, number: int) -> Turn:
         """Sample after a prompt, and record it."""
-        if (name := untrainable_option(self.sampling, sampling)) is not None:
-            raise EnvError(why_untrainable(name, self.sampling, sampling))
         if len(prompt) >= self.engine.context:
             raise EnvError(f"a conversation of {len(prompt)} tokens fills the context of {self.engine.context}")
         # Cut before anything may end it, the answer is sampled in the same way.
@@ -243,21 +242,24 @@ class Proxy:
             raise BadRequest(f"the body is none of /v1/{name}: {error}") from error
         options = ChatRequest.read(msgspec.json.encode(chat))
         offer = options.offer(self.session.template.speech)
-        (reply,) = await session.reply(options.conversation(), options.sampling(self.session.sampling), offer)
+        sampling = options.sampling(session.sampling, trained=session.trained)
+        (reply,) = await session.reply(options.conversation(), sampling, offer)
         body = dialect.body(self._model, reply, int(time.time()), fields, chat)
         return await streamed(request, dialect.stream(body)) if options.stream else web.json_response(body)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, content = self._session(request), await request.read()
         options = await _aside(len(content), partial(ChatRequest.read, content))
-        sampling, offer = options.sampling(self.session.sampling), options.offer(self.session.template.speech)
+        sampling = options.sampling(session.sampling, trained=session.trained)
+        offer = options.offer(session.template.speech)
         replies = await session.reply(options.conversation(), sampling, offer, options.answers)
         return await self._respond(request, options, [replies], bool(options.logprobs))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, content = self._session(request), await request.read()
         options = await _aside(len(content), partial(TextRequest.read, content))
-        sampling, prompts = options.sampling(self.session.sampling), options.prompts(self.session.template.vocabulary)
+        sampling = options.sampling(session.sampling, trained=session.trained)
+        prompts = options.prompts(session.template.vocabulary)
         each = await together(session.complete(prompt, sampling, options.answers) for prompt in prompts)
         return await self._respond(request, options, each, options.logprobs is not None)
 

@@ -27,7 +27,6 @@ from tandem.trainer import assemble
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.pairs import check_pairs
 from tandem.trainer.world import engine_requirements
-from tandem.types import Sampling, Turn
 
 Tell = Callable[[str], None]
 
@@ -147,18 +146,11 @@ async def serving(config: RunConfig, weights: Path, host: str, port: int) -> Asy
             yield url
 
 
-class ServedRequest(Session):
-    """One request; nothing is trained on it, so that it may ask for any sampling."""
-
-    async def _sample(self, prompt: Sequence[int], sampling: Sampling, number: int) -> Turn:
-        self.sampling = sampling
-        return await super()._sample(prompt, sampling, number)
-
-
 class ModelServer(Proxy):
     """The API without sessions: what is asked is answered and forgotten."""
 
     base = "/v1"
 
     def _session(self, request: web.Request) -> Session:
-        return ServedRequest(self.session.engine, self.session.template, self.session.sampling, secrets.token_hex(8))
+        begun, stream = self.session, secrets.token_hex(8)
+        return Session(begun.engine, begun.template, begun.sampling, stream, trained=False)

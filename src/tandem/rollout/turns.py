@@ -72,12 +72,3 @@ def untrainable_option(sampling: Sampling, requested: Sampling) -> str | None:
     if requested.temperature < COLDEST and requested.temperature != sampling.temperature:
         return "temperature"
     return differing(sampling, unrecorded_options(requested))
-
-
-def why_untrainable(name: str, sampling: Sampling, requested: Sampling) -> str:
-    """Message about an option that ``untrainable_option`` names: why it cannot be trained, and what to do."""
-    if name == "temperature":
-        expected = f"{COLDEST:g} at least, or leave it out (the run's is {sampling.temperature:g})"
-        return f"temperature {requested.temperature:g} is greedy, which cannot be trained on; ask for {expected}"
-    other, run = getattr(requested, name), getattr(sampling, name)
-    return f"{name} {other:g} is not the run's, which is {run:g}; leave it out, or set sampling.{name} in the recipe"
