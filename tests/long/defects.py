@@ -236,7 +236,7 @@ def fold_without_scale(self: Any) -> None:
 
 
 def one_layer_less(whole: Any) -> Any:
-    return lambda self, model: [name for name in whole(self, model) if name != "v_proj"]
+    return lambda self, model: [name for name in whole(self, model) if not name.endswith("v_proj")]
 
 
 def last_alone(self: Any, grad: Tensor) -> None:
