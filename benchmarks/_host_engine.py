@@ -78,7 +78,7 @@ class Client:
         return
 
     async def collective_rpc(self, method: str, args: Any) -> list[Any]:
-        worker = {"rank": 0, "world": 1, "pid": 0, "device": "cpu", "torch": "", "backend": "gloo"}
+        worker = {"rank": 0, "pid": 0, "device": "cpu"}
         return [worker if method == "tandem_info" else {}]
 
 
