@@ -129,11 +129,13 @@ class Lora(Trainable):
         self.check_layers(linear)
         if self.layers is not None:
             linear = [name for name in linear if layer_of(name) in self.layers]
-        if self.target_modules == "all-linear":
-            if not linear:
-                raise ConfigError("trainable: the model has no linear layers for lora to adapt; use full")
-            return linear
         known = sorted({name.rpartition(".")[2] for name in linear})
+        if not linear and self.target_modules == "all-linear":
+            raise ConfigError("trainable: the model has no linear layers for lora to adapt; use full")
+        if self.target_modules == "all-linear":
+            adaptable = set(linear)
+            others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in adaptable}
+            return linear if others & set(known) and self.layers is None else known
         has = f"it has {', '.join(known)}, such as {linear[0]}" if linear else "it has none"
         if isinstance(self.target_modules, str):
             matched = [name for name in linear if re.fullmatch(self.target_modules, name)]
