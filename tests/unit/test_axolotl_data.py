@@ -255,6 +255,10 @@ def test_what_is_no_data_set_is_refused(write: Write) -> None:
         ({}, "each entry needs a path"),
         ({"path": "json"}, "a name on the hub, or json and data_files"),
         ({"path": "r.jsonl", "split": "train[:9]"}, r"is a local file and has no split train\[:9\]"),
+        ({"path": "r.jsonl", "ds_type": "csv"}, r"r\.jsonl is not read as ds_type csv"),
+        ({"path": "r.jsonl", "ds_type": "text"}, r"r\.jsonl is not read as ds_type text"),
+        ({"path": "r.jsonl", "type": "chatml"}, "type must be an import path"),
+        ({"path": "r.jsonl", "type": {"field": 1}}, "type must be an import path"),
     ):
         with pytest.raises(ConfigError, match=message):
             env(entry)

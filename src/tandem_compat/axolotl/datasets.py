@@ -24,8 +24,8 @@ _HARMLESS = {"num_proc", "desc", "load_from_cache_file", "keep_in_memory", "cach
 _EVERY = "__all__"
 """What a transform's remove_columns says for every column of the row."""
 
-_KINDS = ("json", "csv", "parquet")
-"""What Axolotl calls kinds of files: names that as a path stand for data_files."""
+_SUFFIXES = {"json": (".json", ".jsonl"), "csv": (".csv",), "parquet": (".parquet",)}
+"""Names that files end in, by what Axolotl calls their kind: names that as a path stand for data_files."""
 
 Change = Callable[[dict[str, Json]], dict[str, Json]]
 """A row's columns, changed."""
@@ -150,12 +150,18 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
     path: str = entry.get("path") or ""
     files = entry.get("data_files") or []
     listed = files if isinstance(files, list) else [files]
-    if not all(isinstance(name, str) and name for name in (path, *listed)) or (path in _KINDS and not listed):
+    if not all(isinstance(name, str) and name for name in (path, *listed)) or (path in _SUFFIXES and not listed):
         raise ConfigError("datasets: each entry needs a path: a local file, a name on the hub, or json and data_files")
-    paths = (listed if path in _KINDS else [str(Path(path) / name) for name in listed]) or [path]
+    paths = (listed if path in _SUFFIXES else [str(Path(path) / name) for name in listed]) or [path]
     local = [file for file in paths if DataSource(path=file).is_local]
     if entry.get("split") not in (None, "train") and local:
         raise ConfigError(f"datasets: {paths[0]} is a local file and has no split {entry['split']}; leave split out")
+    ds_type = entry.get("ds_type")
+    if ds_type is not None and any(Path(file).suffix not in _SUFFIXES.get(ds_type, ()) for file in local):
+        raise ConfigError(f"datasets: {paths[0]} is not read as ds_type {ds_type}; its name must end accordingly")
+    kind = entry.get("type")
+    if kind is not None and not (isinstance(kind, str) and "." in kind):
+        raise ConfigError(f"datasets: type must be an import path such as rewards.prompt_transform, got {kind!r}")
     return paths
 
 

@@ -223,7 +223,7 @@ DATASET: Mapping[str, ForeignOption] = by_name(
     becomes("name", "text", "the hub's configuration; of a local file nothing"),
     becomes("split", "text", "the hub's split; default train"),
     becomes("type", "text", "the transform's import path"),
-    becomes("ds_type", "text", "nothing: a file's name says what it is"),
+    becomes("ds_type", "text", "nothing: it must be what the file's name says, json, csv or parquet"),
     becomes("data_files", "anything", "local files, read one after the other"),
     refused("revision", "anything", "Tandem reads a data set's newest revision"),
     refused("trust_remote_code", "anything", _TRUSTED),
