@@ -24,8 +24,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import argparse
+import json
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a Hugging Face folder")
     parser.add_argument("lines", type=Path, help="JSON lines of the steps")
     parser.add_argument("--utilization", type=float, default=0.3, help="vLLM's gpu_memory_utilization")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="more options of TRL's vLLM, as JSON")
     parser.add_argument("settings", nargs="*", help="key=value, see above")
     add_work(parser)
     args = parser.parse_intermixed_args()
@@ -169,6 +172,10 @@ def main() -> None:
     append(args.lines, kind="about", overrides=[f"{k}={v}" for k, v in chosen.items()])
     texts = work.questions() if work.graded else [{"prompt": text} for text in work.prompts()]
     rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in texts]
+    if args.engine_args:
+        from trl.generation import vllm_generation
+
+        vllm_generation.LLM = partial(vllm_generation.LLM, **args.engine_args)
     with tempfile.TemporaryDirectory(prefix="versus-trl-") as out:
         trainer = Watched(
             model=AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, chosen["weights"])),
