@@ -340,10 +340,11 @@ class Bench:
         await self.engine.fleet._check_server(self.server)
 
     async def replace_engine(self) -> None:
-        """Somebody ends the engine and starts one like it on the same port."""
-        instance_id = self.server.instance_id
+        """Somebody ends the engine and starts one like it on the same port, and a publish comes before a look at it."""
+        instance_id, fleet = self.server.instance_id, self.engine.fleet
+        fleet._watching.cancel()
         await self.server.process.stop()
-        await self.engine.fleet._spawn(len(self.engine.servers) - 1)
+        await fleet._spawn(len(self.engine.servers) - 1)
         self.server.instance_id = instance_id  # we were not told
 
     async def find_engine(self) -> None:
@@ -351,6 +352,7 @@ class Bench:
         await self.greet()
         self.engine.fleet.restart_count += 1
         self.engine._swapped.clear()
+        self.engine.fleet.watch(self.engine.fleet.republish)
 
 
 @asynccontextmanager
