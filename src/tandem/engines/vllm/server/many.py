@@ -13,8 +13,8 @@ from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.protocol import KIND, Failed, Many, Refusal, Sampled, SiblingRequests, TakeBack, framed
 from tandem.engines.vllm.server.adapters import Adapters
 from tandem.engines.vllm.server.admission import EngineLimits
-from tandem.engines.vllm.server.asgi import ClientDisconnected, Receive, Send, disconnected, problem
-from tandem.engines.vllm.server.frontend import Frontend
+from tandem.engines.vllm.server.asgi import Receive, Send, disconnected, problem, unless
+from tandem.engines.vllm.server.frontend import Frontend, Stopped
 
 TICK = 0.02
 """Seconds between the moments at which answers are sent, those of all requests alike: a turn of the client's event loop
@@ -47,14 +47,13 @@ class ManyAnswers:
         if not any(siblings.seeds for siblings in request.prompts):
             raise Refusal(400, "prompts is empty: no answer is asked for")
         live = self._live[request.id] = _Answers(self._frontend)
-        ends = [asyncio.ensure_future(disconnected(receive)), asyncio.ensure_future(self._frontend.broken_off())]
         try:
             for siblings in request.prompts:
                 live.begin(siblings, self._adapters, self._limits)
-            await live.give_out(send, *ends)
+            await unless(live.give_out(send), disconnected(receive), live.tell_stops())
         finally:
             self._live.pop(request.id, None)
-            await live.close(*ends)
+            await live.close()
 
 
 class _Answers:
@@ -124,32 +123,29 @@ class _Answers:
             loop = asyncio.get_running_loop()
             loop.call_at((loop.time() // TICK + 1) * TICK, self._changed.set)
 
-    async def give_out(self, send: Send, *ends: asyncio.Future[Any]) -> None:
-        """Send what is there, until nothing is left; ``ends`` are the client's going away and a stop."""
-        for end in ends:
-            end.add_done_callback(lambda _: self._changed.set())
+    async def give_out(self, send: Send) -> None:
+        """Send what is there, until nothing is left."""
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", KIND)]})
         while self._tasks or self._ready:
             await self._changed.wait()
             self._changed.clear()
-            self._end(*ends)
             if self._ready:
                 ready, self._ready = b"".join(self._ready), []
                 await send({"type": "http.response.body", "body": ready, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    def _end(self, gone: asyncio.Future[Any], stopped: asyncio.Future[Any]) -> None:
-        """The client reads no further, or weights are in doubt, which all that is not there yet is told."""
-        if gone.done():
-            raise ClientDisconnected
-        if stopped.done() and isinstance(error := stopped.exception(), Exception):
-            for number, task in list(self._tasks.items()):
-                task.cancel()
-                self._failed(number, error)
+    async def tell_stops(self) -> None:
+        """Whenever weights are in doubt, end what is not there yet by that; for as long as it is awaited."""
+        while True:
+            try:
+                await self._frontend.broken_off()
+            except Stopped as error:
+                for number, task in list(self._tasks.items()):
+                    task.cancel()
+                    self._failed(number, error)
 
-    async def close(self, *ends: asyncio.Future[Any]) -> None:
+    async def close(self) -> None:
         """End all that is under way."""
-        under_way = [*ends, *self._tasks.values()]
-        for future in under_way:
-            future.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)  # what was sampled is aborted by now
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)  # what was sampled is aborted by now
