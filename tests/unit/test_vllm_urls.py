@@ -350,8 +350,10 @@ def test_one_that_stands_still_since_another_died_in_a_publish_is_asked_again() 
                 await until(lambda: one.num_requests > 1)
                 await other.down()
                 publisher.step = 2
+                assert engine.servers[0].outstanding == 1, "what is asked of it counts"
                 await publisher._persist()
             assert (await waiting).versions == (2,)
+            assert [server.outstanding for server in engine.servers] == [0]
 
     run(go)
 

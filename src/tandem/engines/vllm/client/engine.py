@@ -166,6 +166,7 @@ class VllmEngine(Engine):
                 raise self.fleet.failure
             restart_count, server = self.restart_count, min(self.servers, key=lambda s: s.outstanding)
             later = self._pause_seconds if least > self._version.step else 0.0  # it waits for the trainer first
+            server.outstanding += 1
             try:
                 if isinstance(server, UrlServer) and server.plain:
                     sampled = await server.sample(request, seed=seed, later=later)
@@ -181,6 +182,8 @@ class VllmEngine(Engine):
                 tries += 1
                 if self.fleet.closed or not await self._restarted(server, restart_count, tries):
                     raise
+            finally:
+                server.outstanding -= 1
 
     async def _restarted(self, server: EngineServer, restart_count: int, tries: int) -> bool:
         """Bring the engines back to life, weights and all; False if there is nothing to be brought back."""

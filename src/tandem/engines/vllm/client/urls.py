@@ -216,21 +216,17 @@ class UrlServer(EngineServer):
 
     async def sample(self, request: wire.Generate, *, seed: int | None, later: float) -> Sampled:
         """One completion, by one version; it begins once the version that it asks for is served."""
-        self.outstanding += 1
         least, seconds = request.min_step, self.request_seconds + later
+        await self._until(
+            lambda: self._state == "serving" and self._step >= least, "a version", on="trainer", seconds=seconds
+        )
+        step, adapter = self._step, self._adapter
+        self._flying[adapter] += 1
         try:
-            await self._until(
-                lambda: self._state == "serving" and self._step >= least, "a version", on="trainer", seconds=seconds
-            )
-            step, adapter = self._step, self._adapter
-            self._flying[adapter] += 1
-            try:
-                choice = await self.generated(request, adapter, seed)
-            finally:
-                self._flying[adapter] -= 1
-                self._changed.set()
+            choice = await self.generated(request, adapter, seed)
         finally:
-            self.outstanding -= 1
+            self._flying[adapter] -= 1
+            self._changed.set()
         return Sampled(
             number=0,
             tokens=tuple(choice.token_ids),

@@ -42,7 +42,7 @@ class Waves:
         self._running: set[asyncio.Task[None]] = set()
 
     async def answer(self, server: EngineServer, request: Generate, *, seed: int | None, later: float = 0.0) -> Sampled:
-        """One answer of a server; counted, so that load can be spread.
+        """One answer of a server.
 
         Args:
             server: which.
@@ -61,15 +61,12 @@ class Waves:
             asyncio.get_running_loop().call_soon(self._begin, wave)
         number = wave.add(request, seed)
         seconds = server.request_seconds + later
-        server.outstanding += 1
         try:
             async with waits.waiting(waits.actor("trainer"), "POST /generate", on=server.name, deadline=seconds):
                 return await wave.requests[number].answer
         except BaseException:
             wave.leave(number)
             raise
-        finally:
-            server.outstanding -= 1
 
     def _begin(self, wave: _Wave) -> None:
         if self._next.get(wave.server) is wave:
