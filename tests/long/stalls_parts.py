@@ -165,7 +165,7 @@ class Stalling(Embedded):
     async def open(
         self, policy: Policy, *, context: int, requirements: EngineRequirements | None = None
     ) -> AsyncIterator[Engine]:
-        engine = _Stalling(policy, context, max_rows=self.max_rows, prefill_tokens=self.prefill_tokens)
+        engine = _Stalling(policy, context, self)
         try:
             yield engine
         finally:

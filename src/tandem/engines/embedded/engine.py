@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engines.base import PROBE_SAMPLES, PROBE_TEMPERATURE, Engine, Health, ProbeResult
+from tandem.engines.embedded.spec import Embedded
 from tandem.errors import EngineError
 from tandem.model import packing, routing
 from tandem.model.attention import KVCache, Packed, decode_plan, sequential_positions
@@ -71,10 +72,8 @@ class _Request:
 class EmbeddedEngine(Engine):
     """The embedded engine: one copy of the weights, a KV cache, and a batch that requests join and leave."""
 
-    def __init__(
-        self, policy: Policy, context: int, *, max_rows: int, prefill_tokens: int, tells_experts: bool = False
-    ):
-        self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
+    def __init__(self, policy: Policy, context: int, options: Embedded, *, tells_experts: bool = False):
+        self._options = options
         self._routing = routing.of(policy.causal) if tells_experts else None
         self._policy = policy
         self._context = context
@@ -89,7 +88,7 @@ class EmbeddedEngine(Engine):
         self._paused_at: float | None = None
         self._admitting = True
         self._finished = asyncio.Event()
-        self._cache = _cache(policy, max_rows)
+        self._cache = _cache(policy, options.max_rows)
         self._task = asyncio.create_task(self._run(), name="embedded engine")
 
     @property
@@ -244,9 +243,9 @@ class EmbeddedEngine(Engine):
     def _prefill(self) -> list[tuple[_Request, Finish]]:
         """Compute waiting prompts, each distinct one once, and sample every newcomer's first token."""
         rows_of: dict[tuple[int, ...], list[int]] = {}
-        budget = self._prefill_tokens
+        budget = self._options.prefill_tokens
         first = len(self._running)
-        while self._waiting and len(self._running) < self._max_rows:
+        while self._waiting and len(self._running) < self._options.max_rows:
             prompt = self._waiting[0].prompt
             cost = 0 if prompt in rows_of else len(prompt)
             if cost > budget and rows_of:

@@ -33,13 +33,8 @@ class Embedded(Bounded, EngineSpec):
         """Start the sampling task; it ends with the block."""
         from tandem.engines.embedded.engine import EmbeddedEngine  # which needs torch
 
-        engine = EmbeddedEngine(
-            policy,
-            context,
-            max_rows=self.max_rows,
-            prefill_tokens=self.prefill_tokens,
-            tells_experts=requirements is not None and requirements.router_replay,
-        )
+        tells_experts = requirements is not None and requirements.router_replay
+        engine = EmbeddedEngine(policy, context, self, tells_experts=tells_experts)
         try:
             yield engine
         finally:
