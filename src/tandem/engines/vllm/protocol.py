@@ -78,10 +78,11 @@ class Ids(Body):
 
 _NOT_SAMPLING = frozenset({"prompt", "adapter", "stream", "min_step"})
 """Fields of ``Generate`` that say nothing of sampling."""
-_SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
-"""Fields of ``Generate`` that are those of ``Sampling``."""
+UNFILTERED = {
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0
+}  # fmt: skip
+"""Fields of ``Generate`` and of ``Sampling`` that change the distribution, beside the temperature, with the values that
+leave it alone."""
 
 
 class Generate(Body):
@@ -153,7 +154,7 @@ def completion_request(
         logprobs=0,
         min_step=min_step,
         detokenize=bool(sampling.stop),
-        **{name: getattr(sampling, name) for name in _SAMPLING},
+        **{name: getattr(sampling, name) for name in ("temperature", *UNFILTERED)},
     )
 
 

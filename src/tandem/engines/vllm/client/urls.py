@@ -20,7 +20,7 @@ import msgspec
 from tandem.engines.base import EngineRequirements, LoadsVersions, ReceivesBroadcast
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client.http import EngineCoreDied, EngineReplaced, EngineServer, EngineUnreachable
-from tandem.engines.vllm.protocol import Sampled
+from tandem.engines.vllm.protocol import UNFILTERED, Sampled
 from tandem.errors import EngineError
 from tandem.observability import waits
 
@@ -39,14 +39,11 @@ REFUSAL_SECONDS = 1.0
 """How long a server that refuses to join a group takes to say so; one that joins waits for the trainer."""
 SHARP = 1e-3
 """A temperature at which a sampled token's logprob is about 0, unless the temperature is left out of it."""
-UNFILTERED = {
-    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0
-}  # fmt: skip
-"""Said in every request: a stock server takes what is not said from the model's generation_config.json."""
 PASSED = (
     "max_tokens", "min_tokens", "temperature", "stop", "stop_token_ids", "include_stop_str_in_output", *UNFILTERED
 )  # fmt: skip
-"""Fields of ``Generate`` that /v1/completions has by the same names."""
+"""Fields of ``Generate`` that /v1/completions has by the same names. All are said in every request: a stock server
+takes what is not said from the model's generation_config.json."""
 
 
 class SampledChoice(msgspec.Struct):
