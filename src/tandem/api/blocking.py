@@ -28,11 +28,7 @@ def run_to_end(coroutine: Coroutine[Any, Any, T], stop: asyncio.Event | None = N
     Raises:
         Interrupted: the user interrupted it.
     """
-    beside_a_loop = True
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        beside_a_loop = False
+    beside_a_loop = asyncio._get_running_loop() is not None
     try:
         return _in_a_thread(coroutine, stop) if beside_a_loop else asyncio.run(coroutine)
     except (KeyboardInterrupt, asyncio.CancelledError) as error:
