@@ -93,12 +93,10 @@ def open_file(description: Mapping[str, Any]) -> mmap.mmap:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise TransportError(f"{path} cannot be opened ({error.strerror}); {ASK_AGAIN}") from error
-    try:
+    with os.fdopen(handle, "r+b"):
         if os.fstat(handle).st_size != size or os.pread(handle, HEADER, 0) != _header(description["token"]):
             raise TransportError(f"{path} is not the file that was described; {ASK_AGAIN}")
         return mmap.mmap(handle, size)
-    finally:
-        os.close(handle)
 
 
 def remove_orphans(folder: Path = SHARED_MEMORY) -> None:
@@ -108,13 +106,10 @@ def remove_orphans(folder: Path = SHARED_MEMORY) -> None:
             info = path.lstat()
             if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
                 continue
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                if os.pread(handle, len(_MAGIC), 0) == _MAGIC:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the lender lives
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                if file.read(len(_MAGIC)) == _MAGIC:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the lender lives
                     path.unlink()
-            finally:
-                os.close(handle)
 
 
 ALIGNMENT = 64
