@@ -259,7 +259,7 @@ def _aligned(words: Tensor) -> bool:
     return words.data_ptr() % 16 == 0 and words.stride(0) % 16 == 0 and words.shape[1] % 16 == 0
 
 
-_tables: dict[tuple[int, torch.device], Any] = {}
+_tables: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def _weights(seed: int, count: int, device: torch.device) -> Tensor:
@@ -267,8 +267,7 @@ def _weights(seed: int, count: int, device: torch.device) -> Tensor:
     table = _tables.get((seed, device))
     if table is None or len(table) < count:
         table = _tables[seed, device] = _mixed(seed, 1 << max(16, (count - 1).bit_length())).to(device)
-    result: Tensor = table
-    return result
+    return table
 
 
 def _mixed(seed: int, count: int) -> Tensor:

@@ -110,14 +110,13 @@ class WeightSyncSession(SyncContext):
 
     async def abort(self, reason: str) -> None:
         """Leave the old version serving; where values may have been written, an engine that gives out nothing."""
-        match self.state.state:
-            case SyncState.WRITING:
-                self.state.become(SyncState.STOPPED)
-                with contextlib.suppress(TandemError):  # what led here is the one to tell
+        with contextlib.suppress(TandemError):  # what led here is the one to tell
+            match self.state.state:
+                case SyncState.WRITING:
+                    self.state.become(SyncState.STOPPED)
                     await self.engine.stop(reason)
-            case SyncState.PAUSED:
-                self.state.become(SyncState.SERVING)
-                with contextlib.suppress(TandemError):
+                case SyncState.PAUSED:
+                    self.state.become(SyncState.SERVING)
                     await self.engine.resume_unchanged(reason)
 
     async def bind(self, *, fresh: bool) -> None:

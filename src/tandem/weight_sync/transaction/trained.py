@@ -18,6 +18,7 @@ from tandem.weight_sync.verify.checksums import Checksums
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
+    from tandem.trainable.base import Trainable
     from tandem.transport.collective import Member
 
 
@@ -35,7 +36,7 @@ class Trained:
     sends_frozen = False
     """What no step changes is published, too."""
 
-    def __init__(self, trainable: Any, policy: Policy):
+    def __init__(self, trainable: Trainable, policy: Policy):
         self._trainable = trainable
         self._policy = policy
         self._sums = ChecksumCache()
@@ -44,13 +45,11 @@ class Trained:
     @cached_property
     def source(self) -> Iterable[tuple[str, Any]]:
         """Name and live tensor of the payload."""
-        tensors: Iterable[tuple[str, Any]] = self._trainable.source(self._policy.model)
-        return tensors
+        return self._trainable.source(self._policy.model)
 
     @cached_property
     def _config(self) -> Mapping[str, Any]:
-        config: Mapping[str, Any] = self._trainable.adapter_config(self._policy.model)
-        return config
+        return self._trainable.adapter_config(self._policy.model)
 
     def adapter(self) -> LoraAdapter:
         """The adapter that is trained, live."""
@@ -60,7 +59,7 @@ class Trained:
     def frozen(self) -> dict[str, Any]:
         """Weights that no publish carries, by Hugging Face name."""
         trained = dict(self.source)
-        base: Mapping[str, Any] = self._trainable.base_names(self._policy.model)
+        base = self._trainable.base_names(self._policy.model)
         return {name: parameter for name, parameter in base.items() if name not in trained}
 
     @property
