@@ -29,13 +29,7 @@ class Reply:
 
 
 def reply_body(
-    model: str,
-    answers: Sequence[Sequence[Reply]],
-    now: int,
-    pieces: Pieces | None = None,
-    *,
-    is_chat: bool,
-    ids: bool = False,
+    model: str, answers: Sequence[Sequence[Reply]], now: int, pieces: Pieces | None, *, is_chat: bool, ids: bool
 ) -> dict[str, Json]:
     """Body of an answer.
 
