@@ -160,6 +160,9 @@ State = Literal["serving", "paused", "proving", "stopped"]
 ANSWERED = 0.002
 """Seconds in which a pause is answered, before those that there is room for are handed in: that takes longer."""
 
+REPLACED = "its weights were replaced before they were proven"
+"""Told to what was sampled by weights that were being proven, where nothing else is known."""
+
 LOOK = 0.2
 """Seconds between two looks at whether vLLM's process lives."""
 
@@ -204,13 +207,7 @@ class Frontend:
         """Policy step that is served; -1 before the first stamp."""
         return self.steps[self._verified]
 
-    async def pause(
-        self,
-        *,
-        finish: bool = False,
-        reason: str = "its weights were replaced before they were proven",
-        step: int | None = None,
-    ) -> State:
+    async def pause(self, *, finish: bool = False, reason: str = REPLACED, step: int | None = None) -> State:
         """Return the state until now, once nothing is sampled and all that was sampled is filed. Twice is once.
 
         Args:
