@@ -103,18 +103,17 @@ class RemoteServer(UrlServer):
             EngineError: it refuses, or its answer lacks token ids or logprobs.
         """
         if self.kind == "openai":
-            choice = await self.generated(request, model, None)
-            versions = (UNKNOWN_VERSION,) * len(choice.token_ids)
-            return self.completion(choice.token_ids, choice.logprobs["token_logprobs"], versions, choice.finish_reason)
+            return self.completion(await self.generated(request, model, None, UNKNOWN_VERSION))
         reply = await self.post("/generate", request, seconds=self.request_seconds)
         try:
             # The first entry of each position's mapping is the sampled token.
             firsts = [next(iter(position[0].items())) for position in reply["logprobs"][0]]
-            tokens, logprobs = [int(token) for token, _ in firsts], [logprob for _, logprob in firsts]
-            versions = (UNKNOWN_VERSION,) * len(tokens)
+            tokens, logprobs = tuple(int(token) for token, _ in firsts), tuple(logprob for _, logprob in firsts)
+            versions = [(UNKNOWN_VERSION, len(tokens))]
             if "versions" in reply:  # before its first publish an engine holds the model as loaded, which is version 0
-                versions = tuple(max(0, step) for step in wire.steps(reply["versions"][0]))
-            return self.completion(tokens, logprobs, versions, reply["finish_reasons"][0])
+                versions = [(max(0, step), num_tokens) for step, num_tokens in reply["versions"][0]]
+            finish = reply["finish_reasons"][0]
+            return self.completion(wire.Sampled(0, tokens, logprobs, versions, finish, self.instance_id))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise self.odd("/generate", f"{error!r}; it must answer with token ids and logprobs") from error
 

@@ -198,13 +198,13 @@ class VllmEngine(Engine):
 
     def _completion(self, server: EngineServer, sampled: Sampled, least: int) -> Completion:
         self._same(server, sampled.engine)
-        versions, least = wire.steps(sampled.versions), max(0, least)
-        if min(versions, default=least) < least:
+        least = max(0, least)
+        if min((step for step, _ in sampled.versions), default=least) < least:
             newest = f"version {least} was" if least else "any weights were"
             raise StaleWeights(f"{server.name} sampled before {newest} published to it")
         if self._requirements.router_replay and sampled.tokens and not sampled.experts and sampled.finish != "abort":
             raise EngineError(f"{server.name} does not tell which experts it chose: start it from this recipe")
-        return server.completion(sampled.tokens, sampled.logprobs, versions, sampled.finish, sampled.experts)
+        return server.completion(sampled)
 
     def _same(self, server: EngineServer, instance_id: str) -> None:
         if instance_id != server.instance_id:

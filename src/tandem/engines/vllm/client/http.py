@@ -6,7 +6,7 @@ import asyncio
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -189,15 +189,10 @@ class EngineServer:
         async with waits.waiting(waits.actor("trainer"), f"{method} {path}", on=self.name, deadline=seconds):
             return await self._answer(method, path, lambda: data)
 
-    def completion(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[Any],
-        versions: Sequence[int],
-        finish: str | None,
-        experts: bytes = b"",
-    ) -> Completion:
+    def completion(self, sampled: wire.Sampled) -> Completion:
         """What it sampled, if every token has a logprob that is a finite number."""
+        tokens, finish = sampled.tokens, sampled.finish
+        logprobs: tuple[Any, ...] = sampled.logprobs  # of other servers some may be null
         bad = next((n for n, p in enumerate(logprobs) if p is None or not math.isfinite(p)), None)
         if bad is not None:
             raise self.odd(
@@ -207,13 +202,13 @@ class EngineServer:
             )
         if len(logprobs) != len(tokens):
             raise EngineError(f"{self.name} told {len(logprobs)} logprobs of {len(tokens)} tokens")
-        finishes: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
+        finishes: dict[str, Finish] = {"stop": "stop", "length": "length"}
         return Completion(
-            tokens=tuple(tokens),
-            logprobs=tuple(logprobs),
-            versions=tuple(versions),
+            tokens=tokens,
+            logprobs=sampled.logprobs,
+            versions=wire.steps(sampled.versions),
             finish=finishes.get(finish, "abort"),
-            experts=experts,
+            experts=sampled.experts,
         )
 
     def odd(self, path: str, error: object) -> EngineError:

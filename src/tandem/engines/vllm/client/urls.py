@@ -220,10 +220,21 @@ class UrlServer(EngineServer):
         step, adapter = self._step, self._adapter
         self._flying[adapter] += 1
         try:
-            choice = await self.generated(request, adapter, seed)
+            return await self.generated(request, adapter, seed, step)
         finally:
             self._flying[adapter] -= 1
             self._changed.set()
+
+    async def generated(self, request: wire.Generate, adapter: str | None, seed: int | None, step: int) -> Sampled:
+        """One completion, by an adapter's name or by the model itself, of a policy step."""
+        assert isinstance(request.prompt, wire.Ids)
+        options = {name: getattr(request, name) for name in PASSED}
+        if request.regex:
+            options["structured_outputs"] = {"regex": request.regex}
+        # A salt for each version: keys and values of older weights are never used again.
+        salt = f"{self._step}-{self._digest}"
+        prompt = request.prompt.prompt_token_ids
+        choice = await self._complete(prompt, adapter, seed=seed, cache_salt=salt, **options)
         return Sampled(
             number=0,
             tokens=tuple(choice.token_ids),
@@ -232,16 +243,6 @@ class UrlServer(EngineServer):
             finish=choice.finish_reason or "abort",
             engine=self.instance_id,
         )
-
-    async def generated(self, request: wire.Generate, adapter: str | None, seed: int | None) -> SampledChoice:
-        """One completion, by an adapter's name or by the model itself."""
-        assert isinstance(request.prompt, wire.Ids)
-        options = {name: getattr(request, name) for name in PASSED}
-        if request.regex:
-            options["structured_outputs"] = {"regex": request.regex}
-        # A salt for each version: keys and values of older weights are never used again.
-        salt = f"{self._step}-{self._digest}"
-        return await self._complete(request.prompt.prompt_token_ids, adapter, seed=seed, cache_salt=salt, **options)
 
     async def _complete(self, prompt: Sequence[int], adapter: str | None, **options: Any) -> SampledChoice:
         body = {"model": adapter or self._model.id, "prompt": list(prompt), "logprobs": 0, **options}
