@@ -62,10 +62,6 @@ class Adapters:
             return self.in_place
         raise Refusal(404, f"there is no adapter {name!r}; loaded: {', '.join(self._loaded) or 'none'}")
 
-    def lora_id(self, name: str | None) -> int:
-        """Its integer id; of the one written in place by default."""
-        return IN_PLACE_ID if name is None else int(self.named(name).lora_int_id)
-
     async def status(self, _: None) -> Any:
         """GET /lora/status."""
         served = self._frontend.adapter

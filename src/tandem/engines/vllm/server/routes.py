@@ -2,7 +2,7 @@
 
 Everything else passes through untouched, but for three things (``stock``): requests get a cache salt, so that no prefix
 outlives the weights it was computed with; replies wait while weights are being proven; and adapters that vLLM's own
-route is has_logprobs to load must lie where adapters may come from.
+route is asked to load must lie where adapters may come from.
 """
 
 from __future__ import annotations
@@ -273,7 +273,8 @@ class _Live:
         if request.payload == "weights":
             ranks = await self.frontend.rpc("tandem_checksums")
         else:
-            lora_id, config = self.adapters.lora_id(request.adapter), json.dumps(request.config)
+            lora_id = IN_PLACE_ID if request.adapter is None else self.adapters.named(request.adapter).lora_int_id
+            config = json.dumps(request.config)
             ranks = await self.frontend.rpc("tandem_adapter_checksums", lora_id, request.names, config)
         return {"ranks": ranks, "engine": self.frontend.id}
 
