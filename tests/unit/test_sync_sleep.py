@@ -24,7 +24,6 @@ from tandem.engines.base import (
     ReceivesBroadcast,
     Relaunches,
 )
-from tandem.engines.vllm import spec as engines
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import ConfigError, EngineError, StaleWeights, TornWeights, UnsupportedPair
 from tandem.model.policy import Policy
@@ -240,7 +239,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_sleep_that_gains_nothing_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     changes, message = REFUSED[case]
     with pytest.raises(UnsupportedPair, match=message):
@@ -248,7 +247,7 @@ def test_a_sleep_that_gains_nothing_is_refused(case: str, monkeypatch: pytest.Mo
 
 
 def test_a_sleep_is_accepted_where_engine_and_trainer_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     for options in ({}, {"devices": ["3"]}, {"devices": ["5,3"], "tensor_parallel_size": 2}):
         for depth in (1, 2):
@@ -258,7 +257,7 @@ def test_a_sleep_is_accepted_where_engine_and_trainer_take_turns(monkeypatch: py
 
 
 def test_a_cpu_has_no_sleep_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_has_cuda", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedPair, match="vLLM on a CPU has no sleep mode"):
         check_pairs(recipe(engine=asleep()))
     check_pairs(recipe(engine=asleep(0)))

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tandem.cli.check import check
 from tandem.config import loading as config
 from tandem.engines.base import EngineRequirements
 from tandem.engines.embedded.spec import Embedded
-from tandem.engines.vllm import spec as vllm
 from tandem.engines.vllm.server.admission import PROBES
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import ConfigError
@@ -87,7 +87,7 @@ def test_an_open_engine_is_this_machine_s_alone(monkeypatch: pytest.MonkeyPatch)
 def test_on_one_gpu_the_worker_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     option = "--distributed-executor-backend"
     assert option not in command(), "on a CPU it has by itself"
-    monkeypatch.setattr(vllm, "_has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert (option, "mp") in pairs(command())
     assert option not in command(tensor_parallel_size=2), "several have by themselves"
     options = pairs(command(args={"distributed_executor_backend": "uni"}))

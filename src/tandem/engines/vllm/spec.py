@@ -35,6 +35,7 @@ from tandem.engines.vllm.client.urls import UrlServer
 from tandem.engines.vllm.server.admission import PROBES
 from tandem.engines.vllm.speedups import AT_ONCE, FEW
 from tandem.errors import ConfigError, bounded, check_bounds
+from tandem.lazy import torch
 from tandem.machine import cores
 from tandem.ports import http_url, reserve_port
 from tandem.processes import identity
@@ -169,7 +170,7 @@ class Vllm(EngineSpec):
         first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
         if self.devices and not any(first in each.split(",") for each in self.devices):
             return f"engine.sleep: {self.sleep} releases nothing that the trainer could use: devices are others"
-        if not _has_cuda():
+        if not torch.cuda.is_available():
             return f"engine.sleep: {self.sleep} needs an accelerator: vLLM on a CPU has no sleep mode"
         return ""
 
@@ -296,7 +297,7 @@ class Vllm(EngineSpec):
         self, requirements: EngineRequirements, context: int, model: str, port: int, number: int = 0
     ) -> list[str]:
         """The command line of one engine. No two of a run draw the same numbers: siblings would get equal answers."""
-        cuda, lora = _has_cuda(), requirements.payload == "adapter"
+        cuda, lora = torch.cuda.is_available(), requirements.payload == "adapter"
         cache = self.kv_cache_gb or (0.0 if cuda else CPU_CACHE_GB)
         options: dict[str, Any] = {
             "model": model,
@@ -361,7 +362,7 @@ class Vllm(EngineSpec):
         }
         if self.devices:
             extra["CUDA_VISIBLE_DEVICES"] = self.devices[index]
-        if not _has_cuda():
+        if not torch.cuda.is_available():
             extra |= {
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cores()),
@@ -374,12 +375,6 @@ def _process_identity() -> str:
     """This process, for the engine to watch."""
     process = identity(os.getpid())
     return "" if process is None else f"{process.pid}:{process.started}"
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _separable(folder: Path) -> None:
