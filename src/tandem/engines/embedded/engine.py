@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engines.base import PROBE_SAMPLES, PROBE_TEMPERATURE, Engine, Health, ProbeResult
-from tandem.engines.embedded.spec import Embedded
 from tandem.errors import EngineError
 from tandem.model import packing, routing
 from tandem.model.attention import KVCache, Packed, decode_plan, sequential_positions
@@ -70,9 +69,16 @@ class _Request:
 
 
 class EmbeddedEngine(Engine):
-    """The embedded engine: one copy of the weights, a KV cache, and a batch that requests join and leave."""
+    """The embedded engine: one copy of the weights, a KV cache, and a batch that requests join and leave.
 
-    def __init__(self, policy: Policy, context: int, options: Embedded, *, tells_experts: bool = False):
+    Args:
+        policy: whose module it samples from.
+        context: most tokens of a prompt and its completion.
+        options: the recipe's.
+        tells_experts: completions have the experts that tokens were routed to.
+    """
+
+    def __init__(self, policy: Policy, context: int, options: Any, *, tells_experts: bool = False):
         self._options = options
         self._routing = routing.of(policy.causal) if tells_experts else None
         self._policy = policy
