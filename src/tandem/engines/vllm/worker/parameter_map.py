@@ -214,9 +214,9 @@ def recorded(
             first = (0,) * len(shapes[name])
             recording.regions[name] = [Region(SOURCE + name, first, shapes[name], 0, _contiguous(shapes[name]))]
         regions = {name: _merged(recording.regions[name]) for name in shapes}
-        found = ParameterMap(shapes=shapes, regions=regions, stored=computed_with, derived=derived)
-        _check(model, recording, found, world)
-    return found
+        known = ParameterMap(shapes=shapes, regions=regions, stored=computed_with, derived=derived)
+        _check(model, recording, known, world)
+    return known
 
 
 class _Parameters:
@@ -373,7 +373,7 @@ def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return values[:dim] + values[dim + 1 :]
 
 
-def _check(model: nn.Module, recording: _Recording, found: ParameterMap, world: int) -> None:
+def _check(model: nn.Module, recording: _Recording, known: ParameterMap, world: int) -> None:
     for name, parameter in recording.parameters.named.items():
         what = f"the engine's {name!r} ({parameter.dtype}, {tuple(parameter.shape)})"
         layer = model.get_submodule(name.rpartition(".")[0])
@@ -385,18 +385,18 @@ def _check(model: nn.Module, recording: _Recording, found: ParameterMap, world: 
             )
         if parameter.device.type == "cpu" and hasattr(layer, "w13_weight"):
             raise EngineError(f"{what} is of experts, whose weights vLLM repacks for a processor; {RESTART}")
-        if name in found.derived:
+        if name in known.derived:
             continue
         if name in recording.computed:
             raise EngineError(f"{what} is computed from the trainer's weights, or of another type; {RESTART}")
         written, is_padded = recording.covered[name], hasattr(layer, "org_vocab_size")
         if written > parameter.numel() or (written < parameter.numel() and not is_padded):
             raise EngineError(f"{what} has {parameter.numel()} numbers, the trainer gives {written}; {RESTART}")
-    for name, shape in found.shapes.items():
-        here = sum(math.prod(region.size) for region in found.regions[name])
+    for name, shape in known.shapes.items():
+        here = sum(math.prod(region.size) for region in known.regions[name])
         if world == 1 and here != math.prod(shape):
             raise EngineError(f"the engine has {here} of the {math.prod(shape)} numbers of {name!r}; {RESTART}")
-        if any(region.size[2:] != shape[2:] for region in found.regions[name]):
+        if any(region.size[2:] != shape[2:] for region in known.regions[name]):
             raise EngineError(f"the engine's workers split the last dimension of {name!r} {shape}; {RESTART}")
 
 
