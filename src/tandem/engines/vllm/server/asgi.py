@@ -92,8 +92,7 @@ async def unless(work: Awaitable[T], *ends: Awaitable[Any]) -> T:
     others = [asyncio.ensure_future(end) for end in ends]
     try:
         done, _ = await asyncio.wait((task, *others), return_when=asyncio.FIRST_COMPLETED)
-        result: T = (task if task in done else done.pop()).result()
-        return result
+        return (task if task in done else done.pop()).result()
     finally:
         for future in (task, *others):
             future.cancel()
