@@ -12,9 +12,7 @@ from support.brokers import Client, group, play, served
 from support.odd_messages import BODIES, damaged, mutated
 from support.tiers import long_but
 
-from tandem_broker.server.bodies import BodyLimits
-
-LIMITS = BodyLimits(body_bytes=300_000, seconds=1.0)
+from tandem_broker.server.bodies import Bodies
 
 FINE = {200, 400, 401, 403, 404, 405, 408, 413, 422, 429, 503}
 
@@ -55,7 +53,7 @@ def test_mutated_messages(seed: int) -> None:
                 assert reply.status == 200, (get, reply.body[:500])
         await still_works(client)
 
-    play(scene, limits=LIMITS)
+    play(scene, bodies=Bodies(body_bytes=300_000, seconds=1.0))
 
 
 def test_a_large_body_does_not_hold_up_the_others() -> None:

@@ -13,12 +13,12 @@ from support.brokers import RUN, Client, group, play
 
 from tandem.errors import BrokerError
 from tandem_broker.server import app
-from tandem_broker.server.bodies import BodyLimits
+from tandem_broker.server.bodies import Bodies
 from tandem_broker.server.keys import Keys
 
 
-def small(**limits: Any) -> BodyLimits:
-    return BodyLimits(**{"body_bytes": 2_000_000, **limits})
+def small(**limits: Any) -> Bodies:
+    return Bodies(**{"body_bytes": 2_000_000, **limits})
 
 
 @pytest.mark.parametrize("size", [300, 1_200_000])
@@ -33,7 +33,7 @@ def test_gzip_in(size: int) -> None:
             batch = (await client.get("/batch")).json["batch"]
             assert batch[0]["images"] == "x" * size
 
-    play(scene, limits=small(inflation=10_000))
+    play(scene, bodies=small(inflation=10_000))
 
 
 # Named, since gzip holds the time: two processes that collect a second apart would call the tests by other names.
@@ -59,7 +59,7 @@ def test_a_gzip_bomb_and_large_bodies_are_refused() -> None:
         assert (await client.get("/info")).status == 200
         assert client.broker.bodies.pending == 0
 
-    play(scene, limits=small())
+    play(scene, bodies=small())
 
 
 def test_a_large_body_is_refused_before_it_comes() -> None:
@@ -69,7 +69,7 @@ def test_a_large_body_is_refused_before_it_comes() -> None:
         assert b" 413 " in await reader.readline()
         writer.close()
 
-    play(scene, limits=small())
+    play(scene, bodies=small())
 
 
 def test_too_many_bodies_at_once_are_put_off() -> None:
@@ -78,7 +78,7 @@ def test_too_many_bodies_at_once_are_put_off() -> None:
         assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
         assert client.broker.bodies.pending == 0
 
-    play(scene, limits=small(pending_bytes=10))
+    play(scene, bodies=small(pending_bytes=10))
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "nonsense"])

@@ -9,7 +9,7 @@ import pytest
 from support.brokers import Client, group, play
 
 from tandem_broker.protocol.wire import write
-from tandem_broker.server.bodies import INLINE_BYTES, BodyLimits
+from tandem_broker.server.bodies import INLINE_BYTES, Bodies
 
 HEAD = "POST /scored_data HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 
@@ -62,7 +62,7 @@ def test_a_body_of_unknown_length_counts_as_the_longest() -> None:
             assert (await client.call("POST", "/scored_data", plain, zipped)).json == {"status": "received"}
         assert client.broker.bodies.pending == 0
 
-    play(scene, limits=BodyLimits(body_bytes=3_000_000, pending_bytes=2_400_000, inflation=10_000))
+    play(scene, bodies=Bodies(body_bytes=3_000_000, pending_bytes=2_400_000, inflation=10_000))
 
 
 def test_a_body_that_comes_too_slowly_is_given_up() -> None:
@@ -76,4 +76,4 @@ def test_a_body_that_comes_too_slowly_is_given_up() -> None:
         assert b" 408 " in answer.result()
         writer.close()
 
-    play(scene, limits=BodyLimits(seconds=0.2))
+    play(scene, bodies=Bodies(seconds=0.2))

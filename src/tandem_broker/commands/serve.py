@@ -18,7 +18,7 @@ from tandem_broker.journal import Ledger
 from tandem_broker.queue.records import StoreOptions
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.app import BrokerServer
-from tandem_broker.server.bodies import BodyLimits
+from tandem_broker.server.bodies import Bodies
 from tandem_broker.server.keys import Keys
 from tandem_broker.server.serving import serving
 
@@ -56,12 +56,12 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         options = StoreOptions(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
-        limits, keys = BodyLimits(body_bytes=body_bytes), Keys(trainer=trainer, environments=environments)
+        bodies, keys = Bodies(body_bytes=body_bytes), Keys(trainer=trainer, environments=environments)
         with contextlib.ExitStack() as opened:
             store = GroupQueue(options)
             if data is not None:
                 store = opened.enter_context(contextlib.closing(Ledger.open(data, options, time.time()))).store
-            broker = BrokerServer(store, limits=limits, keys=keys, host=host)
+            broker = BrokerServer(store, bodies=bodies, keys=keys, host=host)
             async with serving(broker, host, port) as url:
                 _introduce(url, host, data, broker, tell)
                 await asyncio.Event().wait()

@@ -24,7 +24,7 @@ from tandem_broker.protocol.submission import GroupEntry, read_group, read_group
 from tandem_broker.protocol.wire import Malformed
 from tandem_broker.queue.records import Busy, GroupRefused, Receipt, ServedBatch
 from tandem_broker.queue.store import GroupQueue
-from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
+from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, RequestRejected
 from tandem_broker.server.keys import Keys, Role, may, scoped
 
 log = logging.getLogger(f"tandem.{__name__}")
@@ -76,18 +76,14 @@ class BrokerServer:
     store: GroupQueue
     """Changed by this broker alone."""
     _: KW_ONLY
-    limits: BodyLimits = field(default_factory=BodyLimits)
-    """Bounds on bodies."""
+    bodies: Bodies = field(default_factory=Bodies)
+    """Reads what is sent; ended by who serves."""
     keys: Keys = field(default_factory=Keys)
     """API keys. Without any, requests that pages in a browser make are refused (``tandem.doors``)."""
     host: str = ""
     """A name by which it is reached, beside its addresses and this machine's name."""
     clock: Callable[[], float] = time.time
     """Seconds since 1970."""
-    bodies: Bodies = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.bodies = Bodies(self.limits)
 
     def application(self) -> web.Application:
         """Return the routes, ready to run. Give the runner ``auto_decompress=False``: bodies are inflated here."""

@@ -23,21 +23,6 @@ MESSAGE_BYTES = 1 << 16
 """Most bytes of a body that is no group."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BodyLimits:
-    """Bounds on what is read."""
-
-    body_bytes: int = 64 << 20
-    """Most bytes of one body, as sent and as inflated."""
-    inflation: int = 200
-    """Most bytes that gzip may make of one byte, beyond 1 MiB. Real groups stay below 50."""
-    pending_bytes: int = 512 << 20
-    """Most bytes of all bodies being read, as sent; beyond it clients are asked to come back. One that does not say
-    how long it is counts as the longest, and one is inflated at a time."""
-    seconds: float = 120.0
-    """How long one body may take."""
-
-
 class RequestRejected(Exception):
     """Ends a request with an error status."""
 
@@ -60,12 +45,19 @@ class RequestRejected(Exception):
         return web.Response(status=self.status, body=body, content_type="application/json", headers=headers)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Bodies:
-    """Reads the bodies of requests."""
+    """Reads the bodies of requests, within bounds."""
 
-    limits: BodyLimits
-    """Bounds on them."""
+    body_bytes: int = 64 << 20
+    """Most bytes of one body, as sent and as inflated."""
+    inflation: int = 200
+    """Most bytes that gzip may make of one byte, beyond 1 MiB. Real groups stay below 50."""
+    pending_bytes: int = 512 << 20
+    """Most bytes of all bodies being read, as sent; beyond it clients are asked to come back. One that does not say
+    how long it is counts as the longest, and one is inflated at a time."""
+    seconds: float = 120.0
+    """How long one body may take."""
     pending: int = 0
     """Bytes of bodies being read or decoded, as sent."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tandem-bodies"))
@@ -76,7 +68,7 @@ class Bodies:
         Args:
             request: with a body.
             parse: makes the message from JSON.
-            most: bytes of the body; None: as the limits say.
+            most: bytes of the body; None: as many as of any.
 
         Raises:
             Malformed: it is no such message.
@@ -85,7 +77,7 @@ class Bodies:
         coding = request.headers.get("Content-Encoding", "").strip().lower()
         if coding not in ("", "identity", "gzip", "x-gzip"):
             raise RequestRejected(400, f"Content-Encoding {coding[:40]} is not understood; send gzip, or plain bytes")
-        size, most = request.content_length, min(most or self.limits.body_bytes, self.limits.body_bytes)
+        size, most = request.content_length, min(most or self.body_bytes, self.body_bytes)
         if size is not None and size > most:
             raise _too_large(size, most)
         with self._reserved(most if size is None else size):
@@ -110,19 +102,19 @@ class Bodies:
     async def _collected(self, request: web.Request, most: int) -> bytes:
         body = bytearray()
         try:
-            async with asyncio.timeout(self.limits.seconds):
+            async with asyncio.timeout(self.seconds):
                 async for chunk in request.content.iter_any():
                     body += chunk
                     if len(body) > most:
                         raise _too_large(len(body), most)
         except TimeoutError:
-            raise RequestRejected(408, f"the body did not come within {self.limits.seconds:g} s") from None
+            raise RequestRejected(408, f"the body did not come within {self.seconds:g} s") from None
         return bytes(body)
 
     @contextmanager
     def _reserved(self, size: int) -> Iterator[None]:
         """Count a body among those being read."""
-        if self.pending + size > self.limits.pending_bytes:
+        if self.pending + size > self.pending_bytes:
             raise RequestRejected(503, "too many bodies are being read; try again", retry_after=1)
         self.pending += size
         try:
@@ -132,7 +124,7 @@ class Bodies:
 
     def _inflated(self, body: bytes, most: int) -> bytes:
         """Inflate gzip, never beyond the bounds."""
-        most = min(most, max(INLINE_BYTES, len(body) * self.limits.inflation))
+        most = min(most, max(INLINE_BYTES, len(body) * self.inflation))
         stream, inflated = zlib.decompressobj(31), b""
         with suppress(zlib.error):
             inflated = stream.decompress(body, most + 1)
