@@ -12,7 +12,7 @@ import pytest
 from tandem.cli.show import show
 from tandem.config import loading as config
 from tandem.errors import Alarmed
-from tandem.observability import report
+from tandem.observability.report import page
 from tandem.trainer import assemble as run
 
 STEPS = 40
@@ -84,5 +84,5 @@ IGNORED = ["length", "entropy", "loss"]
 
 
 def page_data(folder: Path) -> str:
-    text = report.build(folder).read_text(encoding="utf-8")
+    text = page.build(folder).read_text(encoding="utf-8")
     return text.partition('id="data"')[2].partition(">")[2].partition("</script>")[0]

@@ -15,8 +15,9 @@ import pytest
 from unit.report_run import made_rollouts, make_run, write
 
 from tandem.errors import TandemError
-from tandem.observability.report import build, page, samples
+from tandem.observability.report import page, samples
 from tandem.observability.report.folder import load
+from tandem.observability.report.page import build
 from tandem.observability.report.summary import episodes, summarise
 from tandem.processes import identity
 

@@ -308,7 +308,7 @@ def test_broken_rows_in_the_middle_are_skipped_and_named(tmp_path: Path, caplog:
 def test_telemetry_and_report_import_no_torch() -> None:
     code = """
 import sys
-import tandem.observability.report, tandem.observability.emit, tandem.observability.log
+import tandem.observability.report.page, tandem.observability.emit, tandem.observability.log
 from tandem.observability.loggers import console, tensorboard, trackio, wandb
 heavy = {"torch", "rich", "tensorboard", "wandb", "trackio", "numpy"} & sys.modules.keys()
 assert not heavy, heavy

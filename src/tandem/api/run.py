@@ -19,10 +19,10 @@ from tandem.api.recipe import Overrides, Recipe, override_texts
 from tandem.config.loading import RunConfig
 from tandem.config.registry import did_you_mean
 from tandem.errors import ConfigError, TandemError
-from tandem.observability import report
 from tandem.observability.emit import OnStep
 from tandem.observability.report import folder as folders
 from tandem.observability.report.folder import Row, RunFolder
+from tandem.observability.report.page import build
 from tandem.observability.report.summary import Summary, summarise
 from tandem.types import Json
 
@@ -145,7 +145,7 @@ class Run:
 
     def report(self) -> ReportPage:
         """Write the report anew; as the last value of a notebook's cell the page is shown there."""
-        return ReportPage(report.build(self.folder))
+        return ReportPage(build(self.folder))
 
     def plot(self, *metrics: str) -> Any:
         """Curves of metrics, by default of the reward and the answers' length, as a figure of matplotlib.

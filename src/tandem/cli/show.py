@@ -12,9 +12,9 @@ from rich.text import Text
 
 from tandem.api.targets import recipe_of
 from tandem.errors import TandemError, command
-from tandem.observability import report
 from tandem.observability.board import CURVES, alarm_lines, duration, sparkline
 from tandem.observability.loggers.base import PHASES, phases
+from tandem.observability.report import page
 from tandem.observability.report.folder import Row, RunFolder, load
 from tandem.observability.report.summary import Summary, column, episodes, headline_evaluations, summarise
 
@@ -45,10 +45,10 @@ def show(run: Path, write_report: bool) -> None:
         say(line)
     if write_report:
         try:
-            page = report.build(run)
+            written = page.build(run)
         except OSError as error:
             raise TandemError(f"the report cannot be written: {error}; free disk space, or copy the folder") from error
-        say(f"report: {page}")
+        say(f"report: {written}")
 
 
 def _print_headline(console: Console, folder: RunFolder) -> None:

@@ -26,9 +26,10 @@ from tandem.config import registry
 from tandem.config.build import RewardSpec
 from tandem.config.loading import RunConfig
 from tandem.errors import Alarmed, ConfigError, TandemError, command, redacted
-from tandem.observability import json_lines, report, vitals, waits
+from tandem.observability import json_lines, vitals, waits
 from tandem.observability import log as logs
 from tandem.observability.alarms import Notice
+from tandem.observability.report import page
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ def reporting(folder: Path) -> Iterator[None]:
         finally:
             try:
                 with waits.blocking("trainer", "the report to be written", on=f"the disk of {folder}"):
-                    report.build(folder)
+                    page.build(folder)
             except Exception as error:
                 # The run's own error, if any, is the one to tell.
                 log.error("the report could not be written: %s: %s", type(error).__name__, error, exc_info=True)
