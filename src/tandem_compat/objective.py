@@ -20,6 +20,20 @@ CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 """Modes of importance sampling."""
 
 
+def trl_conditions(reader: Reader, prefix: str = "") -> dict[str, bool]:
+    """Conditions under which TRL's options count, and whether they hold; ``prefix`` stands before their names."""
+    vllm, colocated = bool(reader[f"{prefix}use_vllm"]), reader[f"{prefix}vllm_mode"] == "colocate"
+    return {
+        "vllm": vllm,
+        "server": vllm and not colocated,
+        "colocate": vllm and colocated,
+        "corrections": weighs_trl(reader, prefix),
+        "beta": bool(reader[f"{prefix}beta"]),
+        "sync_ref_model": bool(reader[f"{prefix}beta"] and reader[f"{prefix}sync_ref_model"]),
+        "log_completions": bool(reader[f"{prefix}log_completions"]),
+    }
+
+
 def put_groups(
     reader: Reader, option: str, size: int, completions: int, factors: str, remedy: str = "change one of the three"
 ) -> int:
@@ -68,8 +82,10 @@ def put_clips(reader: Reader, kind: str, prefix: str = "", *, differ: bool, dual
 
 
 def put_reference(reader: Reader, prefix: str = "", **options: Json) -> None:
-    """Set the reference of the penalty, which moves where sync_ref_model says so."""
+    """Set the reference of the penalty, if there is one; it moves where sync_ref_model says so."""
     beta, moves, steps = (prefix + name for name in ("beta", "sync_ref_model", "ref_model_sync_steps"))
+    if not reader[beta]:
+        return
     reader.put("reference.kind", "average" if reader[moves] else "start", moves, beta)
     for name, value in {"beta": reader[beta], **options}.items():
         reader.put(f"reference.{name}", value, f"{prefix}use_bias_correction_kl" if name != "beta" else beta)
@@ -100,3 +116,19 @@ def put_corrections(
         corrections.append({"kind": "opsm", "threshold": reader[threshold]})
     if corrections:
         reader.put("corrections", corrections, option, threshold)
+
+
+def weighs_trl(reader: Reader, prefix: str = "") -> bool:
+    """Whether TRL's corrections weigh how far the sampler was from the policy: with vLLM alone."""
+    return bool(reader[f"{prefix}use_vllm"] and reader[f"{prefix}vllm_importance_sampling_correction"])
+
+
+def put_trl_corrections(reader: Reader, prefix: str = "", *, usual: str = "sequence_mask", sampled: bool) -> None:
+    """Set the weights as ``put_corrections``, by TRL's options; ``usual`` is the mode where none is named."""
+    option, threshold = f"{prefix}vllm_importance_sampling_mode", f"{prefix}off_policy_mask_threshold"
+    mode = reader.get(option, usual) if weighs_trl(reader, prefix) else ""
+    # The greatest weight has an older and a newer name.
+    cap, most, least = (f"{prefix}vllm_importance_sampling_{name}" for name in ("cap", "clip_max", "clip_min"))
+    low = {"low": reader[least]} if least in reader else {}
+    bounds = {**low, "high": reader.get(most, reader.get(cap, 3.0))}
+    put_corrections(reader, option, mode, bounds, threshold, sampled=sampled)

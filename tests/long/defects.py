@@ -679,8 +679,8 @@ EDITED = (
         "clip_high: float = bounded(2.8)",
         f"{LOSS_TESTS} tests/unit/test_config.py tests/contract/test_losses.py "
         "tests/contract/test_trl.py"),
-    edit("Axolotl's correction has another cap", "tandem_compat/axolotl/rules.py", "recipe.get(cap, 3.0)",
-        "recipe.get(cap, 2.0)", "tests/unit/test_compat_golden.py"),
+    edit("Axolotl's correction has another cap", "tandem_compat/objective.py", "reader.get(cap, 3.0)",
+        "reader.get(cap, 2.0)", "tests/unit/test_compat_golden.py"),
     edit("ms-swift's overlong has no floor", "tandem_compat/swift/rewards.py", "-max(0.0, (rollout.num_tokens",
         "-max(-1.0, (rollout.num_tokens", "tests/unit/test_swift.py tests/unit/test_swift_plugins.py"),
     edit("a report's change overlaps its interval", "tandem/observability/report/summary.py",

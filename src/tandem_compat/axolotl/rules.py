@@ -40,7 +40,6 @@ _NARROWING = {"trl.top_p": (1.0,), "trl.top_k": (0, -1), "trl.min_p": (0.0,)}
 _ANYWHERE = ("0.0.0.0", "::", "")
 """Addresses to listen at that mean this machine to a client."""
 _STARTED = ("tensor_parallel_size", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization")
-_CORRECTION = "trl.vllm_importance_sampling_correction"
 
 
 def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
@@ -53,7 +52,7 @@ def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     put_generation(recipe, "trl.")
     _advantage(recipe)
     _loss(recipe)
-    _reference(recipe)
+    objective.put_reference(recipe, "trl.", ratio_corrected=_ratio_corrected(recipe))
     _differences(recipe)
     _again(recipe)
     _engine(recipe)
@@ -70,21 +69,14 @@ def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
 
 def _conditions(recipe: AxolotlRecipe) -> dict[str, bool]:
     """Conditions under which options count, and whether they hold."""
-    vllm, colocated = recipe["trl.use_vllm"], recipe["trl.vllm_mode"] == "colocate"
     return {
+        **objective.trl_conditions(recipe, "trl."),
         "adapter: lora": bool(recipe["adapter"]),
         "use_trackio": bool(recipe["use_trackio"]),
         "use_wandb": bool(recipe["use_wandb"] or recipe["wandb_project"]),
-        "log_completions": bool(recipe["trl.log_completions"]),
         "async_prefetch": bool(recipe["trl.async_prefetch"]),
-        "beta": bool(recipe["trl.beta"]),
-        "sync_ref_model": bool(recipe["trl.beta"] and recipe["trl.sync_ref_model"]),
         "lr_scheduler: cosine": recipe["lr_scheduler"] == "cosine",
         "warm-up": recipe["lr_scheduler"] != "constant",
-        "vllm": bool(vllm),
-        "server": bool(vllm and not colocated),
-        "colocate": bool(vllm and colocated),
-        "corrections": _weighed(recipe),
     }
 
 
@@ -285,16 +277,12 @@ def _loss(recipe: AxolotlRecipe) -> None:
     for option in ("trl.epsilon", "trl.epsilon_high") if kind in ("cispo", "sapo") or not differ else ():
         if option in recipe and option != read:
             recipe.nothing(option, f"with {kind} and num_iterations {recipe['trl.num_iterations']} it clips nothing")
-    whence = ("trl.generation_batch_size", "trl.replay_buffer_size", _CORRECTION)
-    recipe.put("old_logprobs", "sampled" if sampled else "recomputed", *whence)
-    _corrections(recipe, sampled=sampled)
+    whence = ("generation_batch_size", "replay_buffer_size", "vllm_importance_sampling_correction")
+    recipe.put("old_logprobs", "sampled" if sampled else "recomputed", *(f"trl.{option}" for option in whence))
+    usual = "token_truncate" if recipe.asynchronous else "sequence_mask"
+    objective.put_trl_corrections(recipe, "trl.", usual=usual, sampled=sampled)
     if recipe["trl.mask_truncated_completions"]:
         recipe.put("truncated", "mask", "trl.mask_truncated_completions")
-
-
-def _weighed(recipe: AxolotlRecipe) -> bool:
-    """Whether corrections weigh how far the sampler was from the policy."""
-    return bool(recipe["trl.use_vllm"] and recipe[_CORRECTION])
 
 
 def _against_the_sampler(recipe: AxolotlRecipe) -> bool:
@@ -303,39 +291,20 @@ def _against_the_sampler(recipe: AxolotlRecipe) -> bool:
     Only they tell how old an answer is that is replayed, or that was sampled together with those of earlier steps.
     """
     recomputed, several = recipe["trl.replay_recompute_logps"], recipe.generated > 1
+    weighed = objective.weighs_trl(recipe, "trl.")
     if several:
         recipe.note("trl.generation_batch_size", f"{recipe.generated} steps at once, with ratios to the sampler")
     replays = bool(recipe["trl.replay_buffer_size"])
-    if replays and recomputed and not _weighed(recipe):
+    if replays and recomputed and not weighed:
         recipe.note("trl.replay_recompute_logps", "ratios are to the sampler: no correction weighs their age")
     elif not replays and not recomputed:
         recipe.nothing("trl.replay_recompute_logps", "nothing is replayed")
-    return several or (replays and not (recomputed and _weighed(recipe)))
-
-
-def _corrections(recipe: AxolotlRecipe, *, sampled: bool) -> None:
-    """Weights for how far the sampler was from the policy: TRL has them with vLLM alone, OPSM always.
-
-    Where ratios are to what was ``sampled`` with they hold those weights: then only what is out of bounds is left out.
-    """
-    option, threshold = "trl.vllm_importance_sampling_mode", "trl.off_policy_mask_threshold"
-    usual = "token_truncate" if recipe.asynchronous else "sequence_mask"
-    mode = recipe.get(option, usual) if _weighed(recipe) else ""
-    # The greatest weight has an older and a newer name.
-    cap, most, least = (f"trl.vllm_importance_sampling_{name}" for name in ("cap", "clip_max", "clip_min"))
-    low = {"low": recipe[least]} if least in recipe else {}
-    bounds = {**low, "high": recipe.get(most, recipe.get(cap, 3.0))}
-    objective.put_corrections(recipe, option, mode, bounds, threshold, sampled=sampled)
+    return several or (replays and not (recomputed and weighed))
 
 
 def _ratio_corrected(recipe: AxolotlRecipe) -> bool:
     """Whether the penalty has the ratio before it."""
     return bool(recipe.get("trl.use_bias_correction_kl", not recipe.asynchronous))
-
-
-def _reference(recipe: AxolotlRecipe) -> None:
-    if recipe["trl.beta"]:
-        objective.put_reference(recipe, "trl.", ratio_corrected=_ratio_corrected(recipe))
 
 
 def _differences(recipe: AxolotlRecipe) -> None:

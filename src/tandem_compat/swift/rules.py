@@ -240,9 +240,8 @@ class SwiftRecipe(Reader):
         bounds = {"high": self["rollout_importance_sampling_threshold"]}
         threshold = "off_policy_sequence_mask_delta"
         put_corrections(self, _MODE, self[_MODE] or "", bounds, threshold, sampled=self._rounds > 1)
-        if self["beta"]:
-            in_reward = self.get("kl_in_reward", estimator != "grpo") and kind != "gdpo"
-            put_reference(self, **({"in_reward": True} if in_reward else {"estimator": "k3", "ratio_corrected": False}))
+        in_reward = self.get("kl_in_reward", estimator != "grpo") and kind != "gdpo"
+        put_reference(self, **({"in_reward": True} if in_reward else {"estimator": "k3", "ratio_corrected": False}))
 
     def _optimizer(self, steps: int) -> None:
         lora = self["train_type"] == "lora"

@@ -17,8 +17,6 @@ from tandem_compat.sharding import started_ranks
 from tandem_compat.table import Reader
 from tandem_compat.trl.options import OPTIONS
 
-_MODE = "vllm_importance_sampling_mode"
-
 
 class TrlRecipe(Reader):
     """The fields of one configuration, made a recipe."""
@@ -74,15 +72,9 @@ class TrlRecipe(Reader):
 
     def _conditions(self) -> dict[str, bool]:
         """Conditions under which fields count, and whether they hold."""
-        vllm, loss = bool(self["use_vllm"]), self["loss_type"]
+        loss = self["loss_type"]
         return {
-            "vllm": vllm,
-            "server": vllm and self["vllm_mode"] == "server",
-            "colocate": vllm and self["vllm_mode"] == "colocate",
-            "corrections": vllm and self["vllm_importance_sampling_correction"],
-            "beta": bool(self["beta"]),
-            "sync_ref_model": bool(self["beta"] and self["sync_ref_model"]),
-            "log_completions": bool(self["log_completions"]),
+            **objective.trl_conditions(self),
             "loss_type: sapo": loss == "sapo",
             "clipped ratios": self._differ and loss not in ("cispo", "sapo"),
             "eval_strategy: steps": self["eval_strategy"] == "steps",
@@ -139,12 +131,8 @@ class TrlRecipe(Reader):
             self.put("truncated", "mask")
         sampled = self._rounds > 1
         self.put("old_logprobs", "sampled" if sampled else "recomputed")
-        weighed = self["use_vllm"] and self["vllm_importance_sampling_correction"]
-        mode = self.get(_MODE, "sequence_mask") if weighed else ""
-        bounds = {"high": self.get("vllm_importance_sampling_cap", 3.0)}
-        objective.put_corrections(self, _MODE, mode, bounds, "off_policy_mask_threshold", sampled=sampled)
-        if self["beta"]:
-            objective.put_reference(self, ratio_corrected=bool(self["use_bias_correction_kl"]))
+        objective.put_trl_corrections(self, sampled=sampled)
+        objective.put_reference(self, ratio_corrected=bool(self["use_bias_correction_kl"]))
 
     def _engine(self) -> None:
         if not self["use_vllm"]:
