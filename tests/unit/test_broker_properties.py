@@ -119,7 +119,7 @@ class Promises(RuleBasedStateMachine):
     )
     def environment_registers(self, group_size: int, share: float | None, weight: float, key: str | None) -> None:
         spec = env_spec(name="e", max_token_length=8, weight=weight, group_size=group_size, min_batch_allocation=share)
-        known = self.store.tenants.by_key.get(key or "")
+        known = next((tenant for tenant in self.store.tenants.by_id.values() if key and tenant.key == key), None)
         try:
             ticket = self.store.register_env(spec, self.now, key=key)
         except Busy:

@@ -110,7 +110,6 @@ class Tenants:
         self.options = options
         self.journal = journal
         self.by_id: dict[int, Tenant] = {}
-        self.by_key: dict[str, Tenant] = {}
         self.anonymous = Tenant(env_id=None, spec=ANONYMOUS, name="anonymous", heard=0.0, connected=False, live=False)
         self.next_id = 0
 
@@ -128,7 +127,8 @@ class Tenants:
         Raises:
             Busy: the most are known, and none of them is gone.
         """
-        tenant = self.by_key.get(key) if key is not None else None
+        known = (tenant for tenant in self.by_id.values() if key is not None and tenant.key == key)
+        tenant = next(known, None)
         if tenant is None:
             self._make_room()
             names = {tenant.name for tenant in self.by_id.values()}
@@ -150,8 +150,6 @@ class Tenants:
         assert tenant.env_id is not None
         self.by_id[tenant.env_id] = tenant
         self.next_id = max(self.next_id, tenant.env_id + 1)
-        if tenant.key is not None:
-            self.by_key[tenant.key] = tenant
 
     def _make_room(self) -> None:
         """One more must fit: of those that are gone and hold nothing, the one silent for longest is forgotten."""
@@ -163,8 +161,6 @@ class Tenants:
         oldest = min(gone, key=lambda tenant: tenant.heard)
         assert oldest.env_id is not None
         del self.by_id[oldest.env_id]
-        if oldest.key is not None:
-            del self.by_key[oldest.key]
         self.journal.noted(f"env:{oldest.env_id}", None)
 
     def hear(self, tenant: Tenant, now: float) -> None:
