@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from support.rollouts import answered, make_group
 
 from tandem.config.loading import from_options
 from tandem.errors import ConfigError
-from tandem.observability.answers import Completions, PrintCompletions
+from tandem.observability.answers import PrintCompletions
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.observability.loggers.console import Console
@@ -26,7 +27,7 @@ def groups() -> list[Group]:
 def events_of(folder: Path, options: PrintCompletions, steps: int = 20) -> list[dict[str, Any]]:
     """Every event of a run whose steps all train the same groups."""
     with Telemetry(RunInfo(name="run", folder=folder, steps=steps, config={}), [Console(live="never")]) as telemetry:
-        show = Completions(options, telemetry)
+        show = partial(options.show, telemetry)
         for step in range(1, steps + 1):
             show(step, groups(), {})
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]

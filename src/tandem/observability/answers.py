@@ -63,23 +63,18 @@ class PrintCompletions(Bounded):
         """Of none that are shown there is no number."""
         return {} if self.every else {"count": "every is 0, so no answers are shown"}
 
+    def show(self, telemetry: Telemetry, step: int, groups: Sequence[Group], advantages: Mapping[str, float]) -> None:
+        """Send loggers some of the answers that a step was trained on, as the event ``completions``.
 
-class Completions:
-    """Sends loggers some of the answers that a step was trained on."""
-
-    def __init__(self, options: PrintCompletions, telemetry: Telemetry) -> None:
-        """As ``options`` say, as the event ``completions``."""
-        self._options, self._telemetry = options, telemetry
-
-    def __call__(self, step: int, groups: Sequence[Group], advantages: Mapping[str, float]) -> None:
-        """A step was trained, with these advantages by rollout id; the same step always shows the same answers."""
-        if not self._options.due(step):
+        ``advantages`` are by rollout id. The same step always shows the same answers.
+        """
+        if not self.due(step):
             return
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        count = len(rollouts) if self._options.count is None else min(self._options.count, len(rollouts))
+        count = len(rollouts) if self.count is None else min(self.count, len(rollouts))
         picked = random.Random(step).sample(rollouts, count) if count < len(rollouts) else rollouts
         samples = [shown(rollout) | {"advantage": advantages.get(rollout.id)} for rollout in picked]
-        self._telemetry.event("completions", step=step, samples=samples)
+        telemetry.event("completions", step=step, samples=samples)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,6 @@ from tandem.errors import ConfigError
 from tandem.model.policy import Policy, load_config, load_model, load_tokenizer
 from tandem.observability import progress, vitals, waits, watchdog
 from tandem.observability.alarms import AlarmWatch
-from tandem.observability.answers import Completions
 from tandem.observability.emit import OnStep, Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.rollout.gold import require_full_marks
@@ -258,7 +257,7 @@ async def _assemble(
         evaluator=Evaluator(config, evaluated, telemetry, engine.score, replies),
         telemetry=telemetry,
         records=partial(records, template=template, skip_forced=bool(config.sampling.regex)),
-        show=Completions(config.print_completions, telemetry),
+        show=partial(config.print_completions.show, telemetry),
         stop=stop,
         reached=trained.advance,
         grading=playing.metrics,
