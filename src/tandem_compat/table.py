@@ -183,6 +183,11 @@ class Reader:
         """Note that an option cannot be obeyed."""
         self.problems.add(f"{self.prefix}{name}", message)
 
+    def require(self, name: str, what: str) -> None:
+        """Note that an option is missing, if it is; ``what`` it must be."""
+        if not self[name]:
+            self.wrong(name, f"it is missing: {what}")
+
     def note(self, name: str, message: str) -> None:
         """Note what a person should know of an option."""
         self.notes.append(f"{self.prefix}{name}: {message}")

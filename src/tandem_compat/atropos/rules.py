@@ -55,8 +55,7 @@ class TrainerRecipe(Reader):
             ConfigError: with every flag that is wrong, or asks for another objective or result than can be had.
         """
         self.environ, self.running = environ, running
-        if not self["model-name"]:
-            self.wrong("model-name", "it is missing: a Hugging Face id or a folder")
+        self.require("model-name", "a Hugging Face id or a folder")
         self.settle_all(self._conditions())
         every = 1 if self._each_step else self["vllm-restart-interval"]
         if self["env"]:

@@ -26,8 +26,7 @@ def translate(values: Mapping[str, Json], rest: Mapping[str, Json], environ: Map
     flags.put("engine", {"kind": "vllm", "host": flags["host"] or "127.0.0.1"})
     flags.settle_all({"an adapter": bool(lora)})
     shared = environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0").strip() == "1"
-    if not flags["model"]:
-        flags.wrong("model", "it is missing: a Hugging Face id or a folder")
+    flags.require("model", "a Hugging Face id or a folder")
     if dtype not in ("bfloat16", "float32"):
         flags.note("dtype", f"{dtype} is bfloat16, in which Atropos' trainer computes: both have one type here")
     if lora and flags["max-loras"] < 2:

@@ -43,8 +43,7 @@ def deploy(words: Mapping[str, Sequence[str]]) -> Translation:
     lora, modules = args["vllm_enable_lora"], args["target_modules"]
     args.put("engine", {"kind": "vllm", "gpu_memory_utilization": 0.9})
     args.settle_all({"lora": bool(lora)})
-    if not args["model"]:
-        args.wrong("model", "it is missing: a Hugging Face id or a folder")
+    args.require("model", "a Hugging Face id or a folder")
     if args["host"] == "0.0.0.0" and not args["api_key"]:
         args.note("host", "whoever reaches this machine can overwrite the weights; use 127.0.0.1, or --api_key")
     if args["api_key"]:

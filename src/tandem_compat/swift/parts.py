@@ -27,8 +27,7 @@ COMPLETIONS = "tandem_compat.swift.completions:CompletionsFile"
 def datasets(args: Reader) -> None:
     """Set ``env``, or ``envs`` of several data sets, drawn from as if they were one: in proportion to their rows."""
     names, validation = args["dataset"] or [], args["val_dataset"] or []
-    if not names:
-        args.wrong("dataset", "it is missing: a .jsonl file or a data set's name")
+    args.require("dataset", "a .jsonl file or a data set's name")
     if len(validation) > 1 or (validation and len(names) > 1):
         args.wrong("val_dataset", "one data set has one other to be evaluated on")
     if validation and args["split_dataset_ratio"]:

@@ -189,8 +189,7 @@ class SwiftRecipe(Reader):
 
     def _check(self) -> None:
         """What no other argument decides."""
-        if not self["model"]:
-            self.wrong("model", "it is missing: a Hugging Face id or a folder")
+        self.require("model", "a Hugging Face id or a folder")
         if self["train_type"] == "lora" and "lora_dropout" not in self:
             self.note("lora_dropout", "ms-swift's default of 0.05 is left out, for Tandem has no dropout")
         if "ref_model" in self and self["ref_model"] != self["model"]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tandem.errors import DOCS
-from tandem_compat.axolotl.options import TRL
+from tandem_compat.axolotl.options import TOP, TRL
 from tandem_compat.schedules import OPTIMIZERS, SCHEDULES
 from tandem_compat.table import ForeignOption, becomes, by_name, copied, idle, refused, unused
 
@@ -18,7 +18,9 @@ _SHARED = (
     "vllm_server_port vllm_server_timeout vllm_gpu_memory_utilization vllm_importance_sampling_correction "
     "vllm_importance_sampling_mode vllm_importance_sampling_cap log_completions num_completions_to_print"
 )
-"""Those that Axolotl's files have by the same names and defaults."""
+"""Those that Axolotl's files have by the same names and defaults in their group trl."""
+_TOP = "gradient_accumulation_steps weight_decay adam_beta1 adam_beta2 adam_epsilon"
+"""The same, of their top level."""
 
 OPTIONS: Mapping[str, ForeignOption] = by_name(
     *(TRL[name] for name in _SHARED.split()),
@@ -27,7 +29,6 @@ OPTIONS: Mapping[str, ForeignOption] = by_name(
     becomes("output_dir", "text", "runs: the folder of runs", "trainer_output", path="runs"),
     copied("run_name", "text", "name"),
     becomes("per_device_train_batch_size", "count", "groups_per_step, with gradient_accumulation_steps", 8),
-    becomes("gradient_accumulation_steps", "count", "groups_per_step", 1),
     becomes("steps_per_generation", "count", "max_lag, where it is several steps' worth"),
     becomes("generation_batch_size", "count", "max_lag, where it is several steps' worth"),
     becomes("max_steps", "whole", "steps", -1),
@@ -38,10 +39,7 @@ OPTIONS: Mapping[str, ForeignOption] = by_name(
     becomes("optim", "text", "optimizer.kind", "adamw_torch_fused", choices=OPTIMIZERS),
     becomes("warmup_steps", "number", "optimizer.warmup_steps; below 1 a share of all", 0),
     becomes("warmup_ratio", "share", "optimizer.warmup_steps", 0.0),
-    copied("weight_decay", "number", "optimizer.weight_decay"),
-    copied("adam_beta1", "number", "optimizer.beta1"),
-    copied("adam_beta2", "number", "optimizer.beta2"),
-    copied("adam_epsilon", "number", "optimizer.eps"),
+    *(TOP[name] for name in _TOP.split()),
     copied("max_grad_norm", "number", "optimizer.max_grad_norm", 1.0),
     copied("delta", "number", "loss.dual_clip", where="clipped ratios"),
     copied("sapo_temperature_pos", "number", "loss.temperature_positive", where="loss_type: sapo"),
