@@ -39,19 +39,14 @@ class _Log:
     rows: list[dict[str, float]]
     """Numbers by name, for each rollout."""
 
-    @property
-    def count(self) -> int:
-        """Rollouts of the call."""
-        return len(self.rows)
-
     def metric(self, name: str, value: float) -> None:
         """Keep a number of the whole call."""
-        self.extra(name, [value] * self.count)
+        self.extra(name, [value] * len(self.rows))
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
         """Keep a column of numbers; one of anything else is printed, which in a grading process is its log."""
-        if len(values) != self.count:
-            raise ValueError(f"log_extra({column!r}) got {len(values)} values for {self.count} completions")
+        if len(values) != len(self.rows):
+            raise ValueError(f"log_extra({column!r}) got {len(values)} values for {len(self.rows)} completions")
         verdicts = [_verdict(value) for value in values]
         if all(isinstance(value, float) for value in verdicts):
             for row, value in zip(self.rows, verdicts, strict=True):
@@ -105,12 +100,12 @@ class Called:
             return Outcome([_verdict(value["score"])], log.rows if any(log.rows) else ())
         if not self.takes_groups:
             return Outcome([_verdict(value)])
-        values = value.tolist() if hasattr(value, "tolist") else value
+        values, count = value.tolist() if hasattr(value, "tolist") else value, len(log.rows)
         if not isinstance(values, (list, tuple)):
             bad = _bad(f"returned {_shown(values)}; expected a list: a number or None for each completion")
-            return Outcome([bad] * log.count)
-        if len(values) != log.count:
-            return Outcome([_bad(f"returned {len(values)} rewards for {log.count} completions")] * log.count)
+            return Outcome([bad] * count)
+        if len(values) != count:
+            return Outcome([_bad(f"returned {len(values)} rewards for {count} completions")] * count)
         return Outcome([_verdict(value) for value in values], log.rows if any(log.rows) else ())
 
     def _columns(self, rollouts: Sequence[Rollout], steps: int | None, log: _Log) -> dict[str, Any]:
