@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Self
 
 from tandem.errors import ConfigError, TandemError
@@ -28,6 +29,7 @@ REWOUND = ("metrics.jsonl", "eval.jsonl")
 """Files whose rows of later steps are dropped when a run goes on: that future did not happen."""
 
 
+@dataclass(eq=False)
 class Telemetry:
     """Metrics, events, rollouts and evaluations of one run.
 
@@ -42,31 +44,20 @@ class Telemetry:
     training. Safe from any thread.
     """
 
-    def __init__(
-        self,
-        info: RunInfo,
-        loggers: Sequence[MetricsLogger] = (),
-        alarms: AlarmWatch | None = None,
-        on_step: OnStep | None = None,
-    ) -> None:
-        """Nothing is opened or written yet.
-
-        Args:
-            info: the run.
-            loggers: where numbers go besides the run folder.
-            alarms: look at every step's numbers; None: nothing does.
-            on_step: called once a step is written; what it raises is raised by ``emit``.
-        """
-        self._on_step = on_step
-        self._alarms = alarms
-        self._info = info
-        self._loggers = loggers
-        self._files: dict[str, JsonLinesFile] = {}
-        self._writers: dict[str, Writer] = {}
-        self._lost: set[str] = set()
-        self._evaluated: set[int] = set()
-        self._step = info.resumed_step
-        self._lock = threading.RLock()
+    info: RunInfo
+    """The run."""
+    loggers: Sequence[MetricsLogger] = ()
+    """Where numbers go besides the run folder."""
+    alarms: AlarmWatch | None = None
+    """Look at every step's numbers; None: nothing does."""
+    on_step: OnStep | None = None
+    """Called once a step is written; what it raises is raised by ``emit``."""
+    _files: dict[str, JsonLinesFile] = field(default_factory=dict)
+    _writers: dict[str, Writer] = field(default_factory=dict)
+    _lost: set[str] = field(default_factory=set)
+    _evaluated: set[int] = field(default_factory=set)
+    _step: int = 0
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __enter__(self) -> Self:
         """Drop what lies after the step the run starts from, and open every logger.
@@ -76,22 +67,22 @@ class Telemetry:
             OSError: the run folder cannot be written.
         """
         self._drop_later_rollouts()
-        folder = self._info.folder
+        folder, self._step = self.info.folder, self.info.resumed_step
         with ExitStack() as undo:
             with waits.blocking("trainer", "its files to open", on=f"the disk of {folder}"):
                 folder.mkdir(parents=True, exist_ok=True)
                 for name in REWOUND:
-                    json_lines.rewind(folder / name, self._info.resumed_step)
+                    json_lines.rewind(folder / name, self.info.resumed_step)
                 for name in (*REWOUND, "events.jsonl"):
                     self._files[name] = JsonLinesFile(folder / name)
                     undo.callback(self._files[name].close)
             self._evaluated = {row["step"] for row in json_lines.read(folder / "eval.jsonl")}
-            if self._alarms is not None:
-                self._alarms.replay(json_lines.read(folder / "metrics.jsonl"))
-            for logger in self._loggers:
+            if self.alarms is not None:
+                self.alarms.replay(json_lines.read(folder / "metrics.jsonl"))
+            for logger in self.loggers:
                 name = _name(logger, taken=self._writers)
                 with waits.blocking("trainer", "it to open", on=f"logger {name}"):
-                    self._writers[name] = writer = _open(logger, name, self._info)
+                    self._writers[name] = writer = _open(logger, name, self.info)
                 undo.callback(writer.close)
             undo.pop_all()
         self._stop_listening = waits.listen(self._on_wait)
@@ -126,17 +117,17 @@ class Telemetry:
             if step <= self._step:
                 raise ValueError(f"metrics of step {step} come after those of step {self._step}; emit once per step")
             self._step = step
-            notices = self._alarms.step(step, scalars) if self._alarms else []
-            scalars |= self._alarms.scalars() if self._alarms else {}
+            notices = self.alarms.step(step, scalars) if self.alarms else []
+            scalars |= self.alarms.scalars() if self.alarms else {}
             self._append("metrics.jsonl", {"step": step, "time": time.time(), "metrics": scalars})
-            named = with_trl_names(scalars) if self._info.config.get("metric_names") == "trl" else scalars
+            named = with_trl_names(scalars) if self.info.config.get("metric_names") == "trl" else scalars
             self._to_loggers(lambda writer: writer.write(step, named))
             for notice in notices:
                 fields = notice.fields()
                 logger.info("alarm: %s", fields)
                 self.event("alarm" if notice.seen else "alarm_over", **fields)
-        if self._on_step is not None:
-            self._on_step(step, scalars)
+        if self.on_step is not None:
+            self.on_step(step, scalars)
         return scalars
 
     def event(self, name: str, /, **fields: Json) -> None:
@@ -155,7 +146,7 @@ class Telemetry:
 
         Numbers and events are not held up by it: it takes its time, and writes a file of its own.
         """
-        path = self._info.folder / "rollouts" / f"{step:06d}.jsonl"
+        path = self.info.folder / "rollouts" / f"{step:06d}.jsonl"
 
         def write() -> None:
             path.parent.mkdir(exist_ok=True)
@@ -190,12 +181,12 @@ class Telemetry:
         if not self._files:
             raise RuntimeError("Telemetry is used outside its with block")
         try:
-            with waits.blocking("trainer", f"{what} to be written", on=f"the disk of {self._info.folder}"):
+            with waits.blocking("trainer", f"{what} to be written", on=f"the disk of {self.info.folder}"):
                 write()
         except OSError as error:
             if what not in self._lost:
                 text = "%s in %s cannot be written (%s); training goes on; free disk space or repair the folder"
-                logger.error(text, what, self._info.folder, error)
+                logger.error(text, what, self.info.folder, error)
             self._lost.add(what)
             return
         if what in self._lost:
@@ -214,8 +205,8 @@ class Telemetry:
                 logger.warning(text, name, type(error).__name__, error, exc_info=True)
 
     def _drop_later_rollouts(self) -> None:
-        for path in (self._info.folder / "rollouts").glob("*.jsonl*"):
-            if path.suffix == ".tmp" or (path.stem.isdecimal() and int(path.stem) > self._info.resumed_step):
+        for path in (self.info.folder / "rollouts").glob("*.jsonl*"):
+            if path.suffix == ".tmp" or (path.stem.isdecimal() and int(path.stem) > self.info.resumed_step):
                 path.unlink()
 
     def _on_wait(self, wait: waits.Wait, state: waits.State) -> None:
