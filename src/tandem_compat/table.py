@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
@@ -31,35 +31,33 @@ NOTHING: tuple[Json, ...] = (False, "", "false", [], {})
 NO_USE = "Tandem has no use for it"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ForeignOption:
-    """An option of another system. Of ``becomes``, ``idle`` and ``refused`` exactly one is set.
-
-    Example: ``becomes("warmup_steps", "whole", "optimizer.warmup_steps", 0)``.
-    """
+    """An option of another system. Of ``becomes``, ``idle`` and ``refused`` exactly one is set."""
 
     name: str
     """Its name there."""
+    takes: Takes
+    """Type of its value; ``texts`` and ``numbers`` are several words of a command line, a ``flag`` is none."""
     becomes: str = ""
     """What it is in a recipe."""
+    default: Json = None
+    """Its value where it is left out; of an idle or refused one, the value that asks for nothing."""
+    also: tuple[str, ...] = ()
+    """Older names."""
+    _: KW_ONLY
     path: str = ""
     """The option of a recipe that its value is handed on to; empty: rules say what becomes of it."""
     idle: str = ""
     """Why it changes nothing here; a note says so where it is set."""
     refused: str = ""
     """Why a value other than ``default`` and ``off`` is an error."""
-    takes: Takes = "anything"
-    """Type of its value; ``texts`` and ``numbers`` are several words of a command line, a ``flag`` is none."""
-    default: Json = None
-    """Its value where it is left out; of an idle or refused one, the value that asks for nothing."""
     off: tuple[Any, ...] = ()
     """More values of an idle or refused one that ask for nothing."""
-    choices: tuple[Json, ...] = ()
+    choices: Collection[Json] = ()
     """Values that it may have; empty: any."""
     where: str = ""
     """The condition under which it counts, as "changes nothing without" has it; empty: it always does."""
-    also: tuple[str, ...] = ()
-    """Older names."""
 
     @property
     def help(self) -> str:
@@ -70,30 +68,18 @@ class ForeignOption:
         return f"Changes nothing: {self.idle}." if self.idle else f"Refused: {self.refused}."
 
 
-def becomes(
-    name: str,
-    takes: Takes,
-    what: str,
-    default: Json = None,
-    *also: str,
-    where: str = "",
-    path: str = "",
-    choices: Iterable[Json] = (),
-) -> ForeignOption:
-    """A row of an option that a recipe has."""
-    return ForeignOption(
-        name=name, takes=takes, becomes=what, path=path, default=default, also=also, where=where, choices=tuple(choices)
-    )
+becomes = ForeignOption
+"""A row of an option that a recipe has, such as ``becomes("warmup_steps", "whole", "optimizer.warmup_steps", 0)``."""
 
 
 def copied(name: str, takes: Takes, path: str, default: Json = None, *also: str, where: str = "") -> ForeignOption:
     """A row of an option whose value is one of the recipe's, as it is."""
-    return becomes(name, takes, path, default, *also, where=where, path=path)
+    return becomes(name, takes, path, default, also, where=where, path=path)
 
 
 def idle(name: str, takes: Takes, why: str, *also: str, where: str = "", off: tuple[Json, ...] = ()) -> ForeignOption:
     """A row of an option that changes nothing here."""
-    return ForeignOption(name=name, takes=takes, idle=why, also=also, where=where, off=off)
+    return ForeignOption(name, takes, also=also, idle=why, where=where, off=off)
 
 
 def unused(takes: Takes, names: str) -> tuple[ForeignOption, ...]:
@@ -106,7 +92,7 @@ def refused(
 ) -> ForeignOption:
     """A row of an option that would change the result and cannot be had, unless it is false or empty."""
     asks_nothing = off if off is not None else NOTHING if takes == "anything" else ()
-    return ForeignOption(name=name, takes=takes, refused=why, default=default, also=also, off=asks_nothing)
+    return ForeignOption(name, takes, default=default, also=also, refused=why, off=asks_nothing)
 
 
 def by_name(*rows: ForeignOption) -> dict[str, ForeignOption]:

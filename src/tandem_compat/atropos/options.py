@@ -23,7 +23,7 @@ DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float16": "bfloat16", "ha
 """--dtype: the type of the weights."""
 
 TRAINER: Mapping[str, ForeignOption] = by_name(
-    becomes("model-name", "text", "Hugging Face id or a local folder", None, "model", path="model"),
+    becomes("model-name", "text", "Hugging Face id or a local folder", None, ("model",), path="model"),
     becomes("env", "text", "Tandem's own: play this environment in the trainer's process", path="env"),
     becomes("group-size", "count", "Tandem's own: answers per task; left out: at most 8, by the sequences of a step"),
     becomes("vllm-url", "texts", "Tandem's own: an engine that runs already; once for each", []),
@@ -58,7 +58,7 @@ TRAINER: Mapping[str, ForeignOption] = by_name(
     becomes("vllm-restart-interval", "count", "steps between restarts, swaps or broadcasts", 3, where="intervals"),
     becomes("vllm-gpu", "whole", "number of the GPU of the engine; left out: the trainer's", where="own engine"),
     becomes("gpu-memory-utilization", "number", "share of the GPU's memory that the engine takes", 0.45,
-        "vllm-gpu-memory-utilization", where="own engine", path="engine.gpu_memory_utilization"),
+        ("vllm-gpu-memory-utilization",), where="own engine", path="engine.gpu_memory_utilization"),
     becomes("max-model-len", "whole", "longest context", 4096, where="own engine", path="engine.max_model_len"),
     becomes("dtype", "text", "type of the weights; auto and float16 are bfloat16", "bfloat16", choices=DTYPES),
     becomes("lora-r", "whole", "rank of the adapter", 16, where="an adapter", path="trainable.rank"),
@@ -87,13 +87,13 @@ TRAINER: Mapping[str, ForeignOption] = by_name(
 _TLS = "there is no TLS here; put a proxy before it"
 
 SERVER: Mapping[str, ForeignOption] = by_name(
-    becomes("model", "text", "Hugging Face id or a local folder", None, "model-name", path="model"),
+    becomes("model", "text", "Hugging Face id or a local folder", None, ("model-name",), path="model"),
     becomes("host", "text", "address to listen at; left out: 127.0.0.1, since the server asks for no key"),
     becomes("port", "whole", "port to listen at", 9001, path="engine.port"),
     becomes("gpu-memory-utilization", "number", "share of the GPU's memory", 0.9, path="engine.gpu_memory_utilization"),
     becomes("max-model-len", "whole", "longest context; left out: the model's own", path="context"),
     becomes("dtype", "text", "type of the weights; auto and float16 are bfloat16", "auto", choices=DTYPES),
-    becomes("tensor-parallel-size", "whole", "GPUs of the engine", 1, "-tp", path="engine.tensor_parallel_size"),
+    becomes("tensor-parallel-size", "whole", "GPUs of the engine", 1, ("-tp",), path="engine.tensor_parallel_size"),
     becomes("enable-lora", "flag", "serve adapters, as --weight-bridge-mode lora_only needs", False),
     becomes("max-lora-rank", "whole", "largest rank of an adapter", 16, where="an adapter", path="trainable.rank"),
     becomes("max-loras", "whole", "versions of an adapter that are held at once, 2 or more", 8, where="an adapter"),

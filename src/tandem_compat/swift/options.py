@@ -43,7 +43,7 @@ ENGINE: tuple[ForeignOption, ...] = (
 
 _BASE: tuple[ForeignOption, ...] = (
     copied("model", "text", "model", None, "model_id_or_path"),
-    becomes("torch_dtype", "text", "dtype: bfloat16 or float32", "bfloat16", "dtype", path="dtype",
+    becomes("torch_dtype", "text", "dtype: bfloat16 or float32", "bfloat16", ("dtype",), path="dtype",
         choices=("bfloat16", "float32")),
     copied("seed", "whole", "seed", 42),
     becomes("max_length", "count", "context, with max_completion_length added"),
@@ -59,7 +59,7 @@ _BASE: tuple[ForeignOption, ...] = (
 
 _LEARNING: tuple[ForeignOption, ...] = (
     becomes("rlhf_type", "text", "nothing: it must be grpo", "grpo", choices=("grpo",)),
-    becomes("train_type", "text", "trainable: lora or full", "lora", "tuner_type", "sft_type", path="trainable.kind",
+    becomes("train_type", "text", "trainable: lora or full", "lora", ("tuner_type", "sft_type"), path="trainable.kind",
         choices=("lora", "full")),
     becomes("per_device_train_batch_size", "count", "groups_per_step, with gradient_accumulation_steps", 1),
     becomes("gradient_accumulation_steps", "count", "groups_per_step", 1),
@@ -138,8 +138,8 @@ _DATA: tuple[ForeignOption, ...] = (
     becomes("num_generations_eval", "whole", "evaluate.samples; default: num_generations", where="held-out rows"),
     becomes("reward_funcs", "texts", "rewards: ms-swift's built-in ones, or of external_plugins", []),
     becomes("reward_weights", "numbers", "rewards.*.weight; reward models come last"),
-    becomes("external_plugins", "texts", "where names of reward_funcs are looked up", [], "plugin",
-        "custom_register_path"),
+    becomes("external_plugins", "texts", "where names of reward_funcs are looked up", [],
+        ("plugin", "custom_register_path")),
     becomes("reward_model", "texts", "rewards: reward_model", []),
     refused("reward_model_plugin", "texts", "write a reward function instead", off=(["default"],)),
     becomes("cosine_min_len_value_wrong", "number", "rewards.cosine.wrong_short", -0.5, where="cosine"),
@@ -238,7 +238,7 @@ DEPLOY: tuple[ForeignOption, ...] = (
         path="trainable.rank"),
     becomes("target_modules", "texts", "trainable.target_modules", ["all-linear"], where="lora"),
     becomes("vllm_data_parallel_size", "whole", "engine.replicas, at this port and the next ones", 1,
-        "data_parallel_size", path="engine.replicas"),
+        ("data_parallel_size",), path="engine.replicas"),
     becomes("api_key", "text", "engine.api_key_variable"),
     becomes("infer_backend", "text", "nothing: it must be vllm", "vllm", choices=("vllm",)),
     refused("served_model_name", "text", "an engine is known by its model, which is what a trainer asks for"),
