@@ -17,7 +17,6 @@ from unit.report_run import made_rollouts, make_run, write
 from tandem.errors import TandemError
 from tandem.observability.report import page, samples
 from tandem.observability.report.folder import load
-from tandem.observability.report.page import build
 from tandem.observability.report.summary import episodes, summarise
 from tandem.processes import identity
 
@@ -40,7 +39,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_whole_run_becomes_one_self_contained_page(run_folder: Path) -> None:
-    path = build(run_folder)
+    path = page.build(run_folder)
     text = path.read_text()
     assert path == run_folder / "report.html"
     assert list(run_folder.glob("*.tmp")) == []
@@ -79,7 +78,7 @@ def test_killed_run_with_torn_files_still_reports(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "events.jsonl", "eval.jsonl", "rollouts/000007.jsonl"):
         with (folder / name).open("a") as file:
             file.write('{"step": 8, "metr')
-    summary = data_of(build(folder))["summary"]
+    summary = data_of(page.build(folder))["summary"]
     assert (summary["status"], summary["steps"]) == ("unfinished", 7)
     assert summary["after"] is None
     assert summary["before"] is not None
@@ -98,7 +97,7 @@ def test_killed_run_with_torn_files_still_reports(tmp_path: Path) -> None:
 def test_almost_nothing_is_enough(tmp_path: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    data = data_of(build(tmp_path))
+    data = data_of(page.build(tmp_path))
     assert data["series"]["steps"] == []
     assert data["rollouts"]["steps"] == []
     assert data["summary"]["status"] == "not started"
@@ -106,7 +105,7 @@ def test_almost_nothing_is_enough(tmp_path: Path, files: dict[str, str]) -> None
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TandemError, match="not a run folder"):
-        build(tmp_path)
+        page.build(tmp_path)
 
 
 def test_model_output_cannot_leave_the_data_element(tmp_path: Path) -> None:
@@ -118,7 +117,7 @@ def test_model_output_cannot_leave_the_data_element(tmp_path: Path) -> None:
         record["tokens"] = [{"t": HOSTILE, "id": 1, "lp": -1.0, "tp": -1.0, "adv": 0.5, "m": 1}]
     write(folder / "rollouts" / "000002.jsonl", records)
     (folder / "config.yaml").write_text(f"steps: 2\nmodel: {json.dumps(HOSTILE)}\n")
-    path = build(folder)
+    path = page.build(folder)
     text = path.read_text()
     assert text.count("</script>") == 2, "the page's own two"
     assert "<img" not in text
@@ -149,7 +148,7 @@ def test_alarms_are_told_by_episode_without_what_a_resume_undid(tmp_path: Path) 
     rows = episodes(load(tmp_path))
     assert [(row["alarm"], row["step"], row["over"]) for row in rows] == [("length", 10, 18), ("entropy", 40, None)]
     assert rows[1]["seen"] == "seen at 40"
-    assert data_of(build(tmp_path))["alarms"] == rows
+    assert data_of(page.build(tmp_path))["alarms"] == rows
 
 
 def test_long_runs_are_thinned_without_losing_extremes(tmp_path: Path) -> None:
@@ -233,7 +232,7 @@ def test_a_run_that_failed_says_by_what(tmp_path: Path) -> None:
     write(tmp_path / "events.jsonl", [begin, {"time": 2.0, "event": "run_failed", "message": "<b>no reward</b>"}])
     summary = summarise(load(tmp_path))
     assert (summary["status"], summary["error"]) == ("failed", "<b>no reward</b>")
-    text = build(tmp_path).read_text()
+    text = page.build(tmp_path).read_text()
     assert "It failed: &lt;b&gt;no reward" in text
     assert "<b>no reward" not in text
     write(
@@ -281,7 +280,7 @@ def test_the_page_draws_without_a_script_error(tmp_path: Path, kind: str) -> Non
             "error": HOSTILE,
         }
         write(folder / "rollouts" / "000004.jsonl", [record])
-    drawn = dump_dom(build(folder), tmp_path)
+    drawn = dump_dom(page.build(folder), tmp_path)
     root = re.search(r"<html[^>]*>", drawn)
     assert root
     assert 'data-ready="yes"' in root[0]
