@@ -34,6 +34,7 @@ from tandem.model.policy import Compute, Policy
 from tandem.observability import trace, waits
 from tandem.observability.emit import Telemetry
 from tandem.optimizers.base import Stepper
+from tandem.together import all_ended
 from tandem.trainable.full import write_index
 from tandem.trainer.run_folder import RunLock
 from tandem.trainer.state import TrainerState, checkpoints_in
@@ -228,10 +229,7 @@ class Checkpoints:
     async def _seal(self, write: Write, final: Path) -> None:
         """Give a checkpoint its name once the files of every rank are on disk."""
         aside = _aside(final)
-        writing = asyncio.gather(self.staging.write(write, aside), self.world.written(), return_exceptions=True)
-        for result in await writing:  # now that no rank writes any more
-            if isinstance(result, BaseException):
-                raise result
+        await all_ended([self.staging.write(write, aside), self.world.written()])  # now no rank writes any more
         await self.staging.write(_seal, aside, final)
 
     def _tidy(self) -> None:
