@@ -22,14 +22,18 @@ Hidden = Callable[[Tensor, Tensor, Plan], Tensor]
 """``Policy.hidden``: tokens (B, T), positions (B, T) and their plan to hidden states (B, T, H)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRow:
     """A micro-batch that one rank computes alone."""
 
-    plan: Packed
+    plan: Packed | ContextPacked
+    """Which segment continues which; of a part also which part it is."""
     tokens_T: Tensor
+    """int64; those that are computed here."""
     positions_T: Tensor
+    """int64; within each sequence."""
     predict_N: Tensor
+    """int64; the place in T that predicts each trained token."""
 
     def hidden(self, compute: Hidden) -> Tensor:
         """Hidden states that predict the trained tokens, (N, H)."""
@@ -45,8 +49,8 @@ class WholeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContextPart:
-    """What a rank computes of a micro-batch.
+class ContextPart(WholeRow):
+    """What a rank computes of a micro-batch: M of its N trained tokens.
 
     Example:
         >>> part = ContextPart.of(plan, tokens_T, positions_T, predict_N, group)        # doctest: +SKIP
@@ -57,10 +61,6 @@ class ContextPart:
 
     plan: ContextPacked
     """The row and this rank's part of it."""
-    tokens_T: Tensor
-    """int64; this rank's."""
-    positions_T: Tensor
-    """int64; within each sequence."""
     at_M: Tensor
     """int64; which of the micro-batch's N trained tokens this rank predicts. One row at least, see ``num``."""
     predict_M: Tensor

@@ -32,7 +32,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Compute:
+class WorkerThread:
+    """A thread that runs one function at a time, for an actor that waits for it."""
+
+    def __init__(self, name: str, *, actor: str, initializer: Callable[[], None] | None = None):
+        self._name, self._actor = name, actor
+        self._pool = ThreadPoolExecutor(1, name, initializer=initializer)
+
+    async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``function`` there and await its result."""
+        loop = asyncio.get_running_loop()
+        reason = getattr(function, "__qualname__", type(function).__name__)
+        async with waits.waiting(waits.actor(self._actor), reason, on=f"{self._name} thread"):
+            return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
+
+    def close(self) -> None:
+        """Let the current call finish and end the thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Compute(WorkerThread):
     """The thread on which all tensor work runs.
 
     Engine steps and training passes take turns on it: on a CPU two threads of products would only fight for
@@ -42,23 +61,12 @@ class Compute:
     def __init__(self, threads: int = 0):
         self.threads = threads or cores()
         keep_few_kernels()
-        self._pool = ThreadPoolExecutor(1, "compute", initializer=self._begin)
+        super().__init__("compute", actor="trainer", initializer=self._begin)
 
     def _begin(self) -> None:
         torch.set_num_threads(self.threads)  # here: OpenMP has a count for each calling thread
         # The compiler's workers inherit this. One that a scheduler ended, with the whole run, would be waited for.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-    async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``function`` there and await its result."""
-        loop = asyncio.get_running_loop()
-        reason = getattr(function, "__qualname__", type(function).__name__)
-        async with waits.waiting(waits.actor("trainer"), reason, on="compute thread"):
-            return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
-
-    def close(self) -> None:
-        """Let the current call finish and end the thread."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 class Policy:

@@ -13,12 +13,11 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,7 +29,7 @@ from tandem.algorithms.references.base import ReferenceWeights
 from tandem.distributed import state_shards
 from tandem.distributed.state_shards import SharesStates
 from tandem.errors import CheckpointError, TandemError, command
-from tandem.model.policy import Compute, Policy
+from tandem.model.policy import Compute, Policy, WorkerThread
 from tandem.observability import trace, waits
 from tandem.observability.emit import Telemetry
 from tandem.optimizers.base import Stepper
@@ -42,9 +41,6 @@ from tandem.trainer.step import LocalWork
 from tandem.trainer.world import Hold, World, Write
 
 log = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 WHOLE = "optimizer.safetensors"
 """States that one process wrote."""
@@ -61,13 +57,10 @@ class Staging:
     """
 
     def __init__(self, compute: Compute | None):
-        self._compute = compute
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
-
-    @property
-    def waits(self) -> bool:
+        self.waits = compute is not None
         """Whether training waits until a checkpoint is written."""
-        return self._compute is not None
+        self.write = compute or WorkerThread("checkpoint", actor="checkpoint")
+        """Runs a function that writes, one at a time, on a thread that may block."""
 
     @torch.no_grad()
     def hold(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -75,7 +68,7 @@ class Staging:
 
         Copies of tensors on a GPU are under way together, and there when this returns.
         """
-        if self._compute is not None:
+        if self.waits:
             return dict(tensors)
         copies: dict[tuple[object, ...], Tensor] = {}
         by_name: dict[str, Tensor] = {}
@@ -88,18 +81,10 @@ class Staging:
             torch.cuda.synchronize(device)
         return by_name
 
-    async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function that writes, one at a time, on a thread that may block."""
-        if self._compute is not None:
-            return await self._compute(function, *args, **kwargs)
-        loop = asyncio.get_running_loop()
-        reason = getattr(function, "__qualname__", type(function).__name__)
-        async with waits.waiting(waits.actor("checkpoint"), reason, on="checkpoint thread"):
-            return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
-
     def close(self) -> None:
         """Let what is being written end."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        if not self.waits:
+            self.write.close()
 
 
 def _copy(tensor: Tensor) -> Tensor:
