@@ -220,5 +220,5 @@ def test_a_shared_micro_batch_is_divided_without_asking_the_device() -> None:
         assert isinstance(part, ContextPart)
         first = part.plan.first
         assert part.num == sum(first <= place < first + part.plan.each for place in micro.predict_N.tolist())
-        assert {part.at_M.device, part.predict_M.device, part.tokens_T.device, theirs.targets_N.device} == {device}
+        assert {part.at_M.device, part.predict_N.device, part.tokens_T.device, theirs.targets_N.device} == {device}
         assert len(part.own(theirs.targets_N)) == max(part.num, 1)

@@ -22,7 +22,7 @@ Hidden = Callable[[Tensor, Tensor, Plan], Tensor]
 """``Policy.hidden``: tokens (B, T), positions (B, T) and their plan to hidden states (B, T, H)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WholeRow:
     """A micro-batch that one rank computes alone."""
 
@@ -33,7 +33,7 @@ class WholeRow:
     positions_T: Tensor
     """int64; within each sequence."""
     predict_N: Tensor
-    """int64; the place in T that predicts each trained token."""
+    """int64; the place among them that predicts each trained token that is predicted here."""
 
     def hidden(self, compute: Hidden) -> Tensor:
         """Hidden states that predict the trained tokens, (N, H)."""
@@ -63,8 +63,6 @@ class ContextPart(WholeRow):
     """The row and this rank's part of it."""
     at_M: Tensor
     """int64; which of the micro-batch's N trained tokens this rank predicts. One row at least, see ``num``."""
-    predict_M: Tensor
-    """int64; the place among this rank's tokens that predicts each."""
     num: int
     """Trained tokens that are this rank's: where it has none, ``at_M`` names one that does not count, so that its
     backward pass goes through the same layers as the others'."""
@@ -87,14 +85,10 @@ class ContextPart(WholeRow):
             tokens_T=context.own(tokens_T),
             positions_T=context.own(positions_T),
             at_M=at_M,
-            predict_M=predict_M,
+            predict_N=predict_M,
             num=num,
             num_all=len(predict_N),
         )
-
-    def hidden(self, compute: Hidden) -> Tensor:
-        """Hidden states that predict this rank's trained tokens, (M, H)."""
-        return compute(self.tokens_T[None], self.positions_T[None], self.plan)[0].index_select(0, self.predict_M)
 
     def own(self, values_N: Tensor) -> Tensor:
         """Those of this rank's trained tokens."""

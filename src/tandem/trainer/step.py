@@ -22,7 +22,7 @@ from tandem.algorithms.losses.base import MOST_LOG_RATIO, Loss, MicroBatch, chec
 from tandem.algorithms.references.base import Reference, ReferenceWeights
 from tandem.config import registry
 from tandem.config.loading import RunConfig, loss_reference
-from tandem.distributed.context_parallel import ContextPart, WholeRow
+from tandem.distributed.context_parallel import WholeRow
 from tandem.metrics import Max, Mean, Share, Sum, Value, merge
 from tandem.model import routing
 from tandem.model.logprobs import token_logprobs
@@ -340,7 +340,7 @@ class LocalWork:
         )
         return part.joined(logprobs_M), None if entropy_M is None else part.joined(entropy_M)
 
-    def part(self, micro: Micro) -> WholeRow | ContextPart:
+    def part(self, micro: Micro) -> WholeRow:
         """What of a micro-batch this rank computes."""
         return WholeRow(micro.plan, micro.tokens_T, micro.positions_T, micro.predict_N)
 

@@ -91,7 +91,7 @@ class RankWork(LocalWork):
         """Add the gradient of a micro-batch, or nothing, to that of the other ranks."""
         self.stepper.flush()
 
-    def part(self, micro: Micro) -> WholeRow | ContextPart:
+    def part(self, micro: Micro) -> WholeRow:
         """What of a micro-batch this rank computes: with context parallelism a run of its tokens."""
         if self.context is None:
             return LocalWork.part(self, micro)
