@@ -121,19 +121,15 @@ def test_loss_gradient_and_metrics(entry: dict[str, Any]) -> None:
 def test_the_oracle_agrees_too(entry: dict[str, Any]) -> None:
     """What the losses are held against elsewhere has a peer of its own here."""
     ours = objective(entry["options"])
-    opsm = [("opsm", dataclasses.asdict(one)) for one in ours.corrections]
-    known = oracle.Formula(
-        advantage=("dr_grpo", {}),
-        loss=(registry.kind_of("losses", ours.loss), dataclasses.asdict(ours.loss)),
-        corrections=tuple(opsm),
-        reference=None if ours.reference is None else ("start", dataclasses.asdict(ours.reference)),
-        recomputed=True,
-        updates=1,
-        sampling={"max_tokens": TRL["max_tokens"]},
-        ends=(),
-        mask_truncated=False,
-        weights={},
-    )
+    kind, reference = registry.kind_of("losses", ours.loss), ours.reference
+    recipe = {
+        "loss": {"kind": kind, **dataclasses.asdict(ours.loss)},
+        "corrections": [{"kind": "opsm", **dataclasses.asdict(one)} for one in ours.corrections],
+        "reference": None if reference is None else {"kind": "start", **dataclasses.asdict(reference)},
+        "old_logprobs": "recomputed",
+        "sampling": {"max_tokens": TRL["max_tokens"]},
+    }
+    known = oracle.Formula(recipe=recipe, ends=(), weights={})
     logprobs = {name: map(torch.tensor, rows) for name, rows in TRL["logprobs"].items()}
     for sampler, now, old, reference, advantage, slope, weight in zip(
         TRL["logprobs"]["sampler"],

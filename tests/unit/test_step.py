@@ -92,18 +92,17 @@ def gradient(
 
 def by_formula(exact: Any, groups: Sequence[Group], *, sampling: Sampling, loss: Grpo, mask: bool = False) -> Any:
     """Loss, the sum of its terms' sizes, and the gradient, in float64."""
-    known = oracle.Formula(
-        advantage=("dr_grpo", {}),
-        loss=("grpo", dataclasses.asdict(loss)),
-        corrections=(),
-        reference=None,
-        recomputed=False,
-        updates=1,
-        sampling=dataclasses.asdict(sampling),
-        ends=(*ENDS, *sampling.stop_token_ids),
-        mask_truncated=mask,
-        weights={},
-    )
+    recipe = {
+        "advantage": "dr_grpo",
+        "loss": {"kind": "grpo", **dataclasses.asdict(loss)},
+        "corrections": [],
+        "reference": None,
+        "old_logprobs": "sampled",
+        "updates_per_batch": 1,
+        "sampling": dataclasses.asdict(sampling),
+        "truncated": "mask" if mask else "keep",
+    }
+    known = oracle.Formula(recipe=recipe, ends=(*ENDS, *sampling.stop_token_ids), weights={})
     plain, weights = oracle.PlainModel(exact, ("full", {})), dict(exact.named_parameters())
     sequences, value, size = list(oracle.spoken(groups, known)), 0.0, 0.0
     with torch.no_grad():

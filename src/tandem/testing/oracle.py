@@ -10,7 +10,7 @@ import copy
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev, stdev
 from typing import Any
@@ -28,45 +28,20 @@ Weights = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """The objective of a recipe, as plain options."""
+    """The objective of a recipe."""
 
-    advantage: tuple[str, Options]
-    """Kind and options."""
-    loss: tuple[str, Options]
-    """Kind and options."""
-    corrections: tuple[tuple[str, Options], ...]
-    """Kinds and options."""
-    reference: tuple[str, Options] | None
-    """Kind and options: beta, estimator, ratio_corrected, and those of its kind."""
-    recomputed: bool
-    """Ratios are against the policy as the step began."""
-    updates: int
-    """On the batch."""
-    sampling: Options
-    """Its limits, penalties and max_tokens are read."""
+    recipe: Mapping[str, Json]
+    """Made plain; of it is read how a step is computed."""
     ends: tuple[int, ...]
     """Token ids that end an answer."""
-    mask_truncated: bool
-    """Leave out answers that were cut."""
     weights: Weights
     """Of the rewards."""
 
-
-def formula(recipe: Mapping[str, Json], weights: Weights, ends: Iterable[int]) -> Formula:
-    """Read a recipe that was made plain; ``ends`` are the model's own end tokens."""
-    reference = recipe.get("reference")
-    return Formula(
-        advantage=part(recipe["advantage"]),
-        loss=part(recipe["loss"]),
-        corrections=tuple(map(part, recipe["corrections"])),
-        reference=None if reference is None or reference["in_reward"] else part(reference),
-        recomputed=recipe["old_logprobs"] == "recomputed",
-        updates=recipe["updates_per_batch"],
-        sampling=recipe["sampling"],
-        ends=(*ends, *recipe["sampling"]["stop_token_ids"]),
-        mask_truncated=recipe["truncated"] == "mask",
-        weights=weights,
-    )
+    @property
+    def reference(self) -> tuple[str, Options] | None:
+        """Kind and options of one whose penalty is in the loss."""
+        plain = self.recipe["reference"]
+        return None if plain is None or plain["in_reward"] else part(plain)
 
 
 def part(plain: Json) -> tuple[str, Options]:
@@ -191,12 +166,13 @@ def cost(known: Formula, sequence: SampledSequence, now: Tensor, first: Tensor, 
     advantages = torch.tensor(sequence.advantages, dtype=torch.float64)
     recorded = torch.tensor(sequence.sampler_logprobs, dtype=torch.float64)
     sampler = torch.where(recorded == UNKNOWN_LOGPROB, first, recorded)
-    old = first if known.recomputed else sampler
-    kind, options = known.loss
+    recomputed = known.recipe["old_logprobs"] == "recomputed"
+    old = first if recomputed else sampler
+    kind, options = part(known.recipe["loss"])
     total = LOSSES[kind](now, old, advantages, options)
-    for kind, options in known.corrections:
-        gap = now.detach() - sampler if kind == "opsm" or not known.recomputed else first - sampler
-        weight = CORRECTIONS[kind](gap, advantages, options, known.recomputed)
+    for kind, options in map(part, known.recipe["corrections"]):
+        gap = now.detach() - sampler if kind == "opsm" or not recomputed else first - sampler
+        weight = CORRECTIONS[kind](gap, advantages, options, recomputed)
         total = torch.where(weight == 0, 0.0, total * weight)
     if known.reference is None:
         return total
@@ -302,9 +278,10 @@ REFERENCES = ("start", "average")
 
 def unknown(known: Formula) -> list[str]:
     """Parts that no formula is known for."""
-    parts = [("advantage", known.advantage[0], ADVANTAGES), ("loss", known.loss[0], LOSSES)]
-    parts += [("correction", kind, CORRECTIONS) for kind, _ in known.corrections]
-    names = [f"{what} {kind}" for what, kind, formulas in parts if kind not in formulas]
+    recipe = known.recipe
+    parts = [("advantage", recipe["advantage"], ADVANTAGES), ("loss", recipe["loss"], LOSSES)]
+    parts += [("correction", plain, CORRECTIONS) for plain in recipe["corrections"]]
+    names = [f"{what} {part(plain)[0]}" for what, plain, formulas in parts if part(plain)[0] not in formulas]
     if known.reference is not None and known.reference[0] not in REFERENCES:
         names.append(f"reference {known.reference[0]}")
     return names
@@ -327,7 +304,7 @@ def gradients(
         sequences = list(spoken(groups, known))
         before = _before(exact, held, sequences, known)
         first: list[Tensor] = []
-        for update in range(known.updates):
+        for update in range(known.recipe["updates_per_batch"]):
             exact.take(trained(len(updates)))
             for i, (sequence, reference) in enumerate(zip(sequences, before, strict=True)):
                 now = logprobs(exact, sequence, known)
@@ -361,12 +338,12 @@ def _followed(held: Mapping[str, Tensor], now: Mapping[str, Tensor], step: int, 
 
 def spoken(groups: Sequence[Group], known: Formula) -> Iterator[SampledSequence]:
     """Every sequence that is trained."""
-    kind, options = known.advantage
+    kind, options = part(known.recipe["advantage"])
     values = ADVANTAGES[kind]([[r for r in group.rollouts if _counts(r)] for group in groups], options, known.weights)
     for group, advantages in zip(groups, values, strict=True):
         for rollout, value in zip(filter(_counts, group.rollouts), advantages, strict=True):
             cut = rollout.turns[-1].completion.finish == "length"
-            if rollout.trained and not (known.mask_truncated and cut):
+            if rollout.trained and not (cut and known.recipe["truncated"] == "mask"):
                 yield from _sequences(rollout, value)
 
 
@@ -404,16 +381,16 @@ def _sequences(rollout: Rollout, advantage: OfRollout) -> Iterator[SampledSequen
 
 def logprobs(exact: PlainModel, sequence: SampledSequence, known: Formula) -> Tensor:
     """Logprob of every sampled token: penalised, at its temperature, within the support that it was sampled from."""
-    logits, rows = exact.logits(sequence.ids), []
+    logits, sampling, rows = exact.logits(sequence.ids), known.recipe["sampling"], []
     for at, begin in zip(sequence.at, sequence.begins, strict=True):
         token = sequence.ids[at]
-        row = _penalised(logits[at - 1], sequence.ids[:begin], sequence.ids[begin:at], known.sampling)
+        row = _penalised(logits[at - 1], sequence.ids[:begin], sequence.ids[begin:at], sampling)
         row = row / sequence.temperature
-        early = at - begin < known.sampling["min_tokens"]
+        early = at - begin < sampling["min_tokens"]
         possible = row.detach().clone()
         possible[list(known.ends if early else ())] = -math.inf
         allowed = torch.full_like(possible, -math.inf)
-        allowed[_support(possible, known.sampling)] = allowed[token] = 0.0
+        allowed[_support(possible, sampling)] = allowed[token] = 0.0
         rows.append((row + allowed).log_softmax(-1)[token])
     return torch.stack(rows)
 
@@ -445,10 +422,10 @@ def _support(row: Tensor, sampling: Options) -> Tensor:
 
 def share(known: Formula, sequences: Sequence[SampledSequence], one: SampledSequence) -> float:
     """Share of each token of a sequence in its step's loss."""
-    reduction = known.loss[1]["reduction"]
+    reduction = part(known.recipe["loss"])[1]["reduction"]
     if reduction == "token":
         return 1 / sum(len(s.at) for s in sequences)
-    length = len(one.at) if reduction == "sequence" else known.sampling["max_tokens"]
+    length = len(one.at) if reduction == "sequence" else known.recipe["sampling"]["max_tokens"]
     return float(1 / len(sequences) / length)
 
 

@@ -97,7 +97,8 @@ def _lines(live: CertifiedPolicy) -> Iterator[CertificateLine]:
     weights = {
         env: {name: spec.weight for name, spec in source.rewards.items()} for env, source in config.sources.items()
     }
-    known = oracle.formula(recipes.as_json(config), weights, live.policy.end_tokens)
+    ends = (*live.policy.end_tokens, *config.sampling.stop_token_ids)
+    known = Formula(recipe=recipes.as_json(config), ends=ends, weights=weights)
     groups, pack = _groups(live, known), Packer.of(config, live.policy)
     batch = pack(groups, version=0)
     base = live.gradients(batch)
