@@ -190,11 +190,7 @@ class GroupMaker:
 
 def _silent(rollout: Rollout) -> Rollout:
     """The same from a sampler that told no logprobs."""
-    turns = (
-        replace(t, completion=replace(t.completion, logprobs=(UNKNOWN_LOGPROB,) * len(t.completion.tokens)))
-        for t in rollout.turns
-    )
-    return replace(rollout, turns=tuple(turns))
+    return _with_logprobs(rollout, lambda prompt, tokens, temperature: [UNKNOWN_LOGPROB] * len(tokens), (1.0,))
 
 
 def _with_logprobs(rollout: Rollout, own: Own, drift: Sequence[float]) -> Rollout:
