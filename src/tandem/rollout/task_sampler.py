@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Real
 
 from tandem.algorithms.curricula.base import Curriculum, SolveCount, TaskHistory
@@ -31,7 +32,7 @@ _TRIES = 1000
 """Tasks that a curriculum may leave out one after the other; then the next one comes, whatever its weight."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class TaskOrder:
     """The tasks of one environment in shuffled epochs."""
 
@@ -44,23 +45,20 @@ class TaskOrder:
     seed: int
     """Fixes the order of the tasks."""
     _orders: dict[int, list[int]] = field(default_factory=dict, init=False)
-    _mark: TasksMark | None = field(default=None, init=False)
 
-    @property
+    @cached_property
     def mark(self) -> TasksMark:
         """What tells its tasks from others, by which a resume sees that they were changed.
 
         Raises:
             EnvError: the environment's sequence of tasks fails to make one.
         """
-        if self._mark is None:
-            count, digest = len(self.tasks), hashlib.blake2b(digest_size=16)
-            for nth in range(min(count, _MARKED)):
-                task = self._task(nth * count // min(count, _MARKED))
-                opening = [(message.role, message.content, *message.fields.items()) for message in task.prompt]
-                digest.update(repr((task.id, opening, task.answer)).encode(errors="surrogatepass"))
-            self._mark = TasksMark(count, digest.hexdigest())
-        return self._mark
+        count, digest = len(self.tasks), hashlib.blake2b(digest_size=16)
+        for nth in range(min(count, _MARKED)):
+            task = self._task(nth * count // min(count, _MARKED))
+            opening = [(message.role, message.content, *message.fields.items()) for message in task.prompt]
+            digest.update(repr((task.id, opening, task.answer)).encode(errors="surrogatepass"))
+        return TasksMark(count, digest.hexdigest())
 
     def of(self, draw: Draw) -> tuple[Task, str]:
         """The task of a draw and the id of its group.
@@ -97,7 +95,7 @@ class TaskOrder:
         return self._orders[epoch][place]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class EnvRunner(TaskOrder):
     """One environment of a run: its tasks, what plays them, and its share of each batch."""
 
