@@ -11,7 +11,7 @@ import copy
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
@@ -354,15 +354,10 @@ def small(config: Any, layers: int = 1) -> Any:
     """
     auto = causal_class(config)
     config = type(config).from_dict(config.to_dict())  # without the attention that a loaded model has
-    ways: list[Callable[[], Any]] = [
-        lambda: _shallow(_few_units(_cut(config)), layers),
-        lambda: _shallow(_few_heads(_cut(config)), layers),
-        lambda: _shallow(_cut(config), layers),
-    ]
     failed: Exception | str = f"its small copy has more than {_MOST_PARAMETERS:,} parameters"
-    for way in ways:
+    for narrowed in (_few_units, _few_heads, lambda cut: cut):
         try:
-            copied = way()
+            copied = _shallow(narrowed(_cut(config)), layers)
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in auto.from_config(copied).parameters())
             if size <= _MOST_PARAMETERS:
