@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
@@ -30,7 +30,7 @@ from tandem.trainer.pairs import engine_devices, is_cut, ranks_of_engine
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.slices import RankSlices, slice_handlers
 from tandem.trainer.ranks.work import RankWork, handlers
-from tandem.trainer.world import live_policy, reference_of
+from tandem.trainer.world import Write, live_policy, reference_of
 from tandem.transport.rendezvous import own_address
 from tandem.transport.sharing import finish
 from tandem.weight_sync.shared import attach_export
@@ -184,22 +184,20 @@ class _Rank:
     async def _save(self, body: Any) -> None:
         """Stage this rank's share, and begin to write it."""
         folder, config = Path(body), self._config
-        writes: list[Callable[[], object]] = []
+        writes: list[tuple[Write, Path]] = []
         if self._slices is not None and config.trainable.folder_name == "model":
-            write_part = await self._policy.compute(self._slices.stage)
-            writes.append(lambda: write_part(folder / config.trainable.folder_name))
+            writes.append((await self._policy.compute(self._slices.stage), folder / config.trainable.folder_name))
         if config.checkpoint.save == "all":
             rank, hold = self._placement.rank, self._staging.hold
-            write_states = await self._policy.compute(staged_states, self._work.stepper, rank, hold)
-            writes.append(lambda: write_states(folder))
+            writes.append((await self._policy.compute(staged_states, self._work.stepper, rank, hold), folder))
         self._writing = asyncio.create_task(self._write(writes), name="checkpoint")
 
-    async def _write(self, writes: Sequence[Callable[[], object]]) -> None:
+    async def _write(self, writes: Sequence[tuple[Write, Path]]) -> None:
         """Write what was staged, and report it; a disk that refuses is the lead's to tell."""
         report = None
         try:
-            for write in writes:
-                await self._staging.write(write)
+            for write, where in writes:
+                await self._staging.write(write, where)
         except (OSError, SafetensorError) as error:
             report = f"{error} (on {socket.gethostname()})"
         except Exception as error:
