@@ -156,7 +156,7 @@ class Trainer:
             for _ in range(delays.randrange(slowest)):
                 await asyncio.sleep(0)
             batch.free_slots()
-            batches.append(list(batch))
+            batches.append(list(batch.groups))
         return batches
 
 

@@ -217,12 +217,13 @@ def test_the_numbers_of_a_step_are_of_its_batch_and_of_what_was_dropped_on_the_w
                 dropped = Counter(reason for reason, _ in trainer.dropped)
                 trainer.dropped.clear()
                 metrics = flatten(buffer.metrics())
-                assert metrics["env/fake/groups"] == len(batch) + dropped.total()
+                assert metrics["env/fake/groups"] == len(batch.groups) + dropped.total()
                 assert metrics["reward/max"] == 1.0
-                assert metrics["env/fake/trained"] == len(batch)
+                assert metrics["env/fake/trained"] == len(batch.groups)
                 failed = dropped["failed"]
-                scored = 2 * (len(batch) + dropped["zero_variance"]) + failed
-                assert metrics["reward"] == pytest.approx((len(batch) + 2 * dropped["zero_variance"] + failed) / scored)
+                kept, flat = len(batch.groups), dropped["zero_variance"]
+                scored = 2 * (kept + flat) + failed
+                assert metrics["reward"] == pytest.approx((kept + 2 * flat + failed) / scored)
                 trainer.step += 1
                 batch.free_slots()
             return buffer.data_state()
@@ -642,7 +643,7 @@ class Story:
                         await asyncio.sleep(0)
                 elif move == "take" and held is None:
                     held = await buffer.take()
-                    self.done.extend(group.id for group in held)
+                    self.done.extend(group.id for group in held.groups)
                     self.trainer.step += 1
                 elif move == "release" and held is not None:
                     held.free_slots()
@@ -779,7 +780,7 @@ def test_a_batch_frees_its_slots_once_and_keeps_the_data_state_of_that_moment() 
             await asyncio.sleep(0)
             assert len(trainer.started) == 6, "the next wave has begun"
             assert batch.data_state == before != buffer.data_state()
-            second: list[Group] = list(await buffer.take())
+            second: list[Group] = list((await buffer.take()).groups)
             batch.free_slots()
             await asyncio.sleep(0)
             assert len(trainer.started) == 6, "the slots of the second batch are its own"

@@ -142,7 +142,7 @@ def warm_start(template: Template, answers: Answers) -> WarmStartSource:
 def test_warm_start_goes_on_where_it_was_ended_and_then_hands_over(template: Template, ended: int) -> None:
     async def batches(state: DataState, count: int, answers: Answers) -> tuple[list[list[str]], DataState]:
         async with warm_start(template, answers).open(state) as source:
-            taken = [[group.id for group in await source.take()] for _ in range(count)]
+            taken = [[group.id for group in (await source.take()).groups] for _ in range(count)]
             return taken, source.data_state()
 
     async def both() -> None:

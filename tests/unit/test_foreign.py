@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,7 +184,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(limited())
 
 
-def names(groups: list[Group]) -> list[str]:
+def names(groups: Sequence[Group]) -> list[str]:
     return [group.id.partition("@")[0] for group in groups]
 
 
@@ -196,7 +196,7 @@ def taken(broker: Local, steps: int, trainer: Trainer | None = None, **options: 
         batches = []
         async with trainer.source(**options).open(DataState()) as source:
             for _ in range(steps):
-                batches.append(names(await source.take()))
+                batches.append(names((await source.take()).groups))
                 trainer.step += 1
         return batches
 
@@ -264,7 +264,7 @@ def test_a_broker_that_forgot_is_told_again() -> None:
             trainer.step = 2
             broker.store.reset()
             broker.on_empty = lambda: broker.put(sent("new"))
-            return names(await source.take())
+            return names((await source.take()).groups)
 
     assert run(go()) == ["new", "new"]
     assert [made.starting_step for made in broker.registered] == [1, 2]
@@ -289,7 +289,7 @@ def test_where_nobody_can_sample_any_more_nothing_is_waited_for(hangs: bool) -> 
     async def go() -> None:
         broker.on_empty = fail
         async with trainer.source().open(DataState()) as source:
-            assert names(await source.take()) == ["a", "b"]
+            assert names((await source.take()).groups) == ["a", "b"]
             with pytest.raises(EngineError, match="allows 3 restarts"):
                 await source.take()
             assert len(source.data_state().batches) == 1, "what was taken before is saved"
@@ -361,7 +361,7 @@ def test_a_group_that_is_refused_is_set_aside_and_training_goes_on(
 
     async def go() -> tuple[list[str], Mapping[str, float], tuple[str, ...]]:
         async with trainer.source().open(DataState()) as source:
-            return names(await source.take()), counted(source), source.data_state().batches
+            return names((await source.take()).groups), counted(source), source.data_state().batches
 
     batch, metrics, held = run(go())
     assert batch == ["a", "c"]
@@ -407,7 +407,7 @@ def test_what_cannot_be_trained_on_is_dropped_counted_and_replaced() -> None:
 
     async def go() -> tuple[list[str], Mapping[str, float]]:
         async with trainer.source().open(DataState()) as source:
-            return names(await source.take()), counted(source)
+            return names((await source.take()).groups), counted(source)
 
     batch, metrics = run(go())
     assert batch == ["ok", "more"]
@@ -430,7 +430,7 @@ def test_old_groups_are_dropped_by_their_own_version_or_the_brokers() -> None:
             await broker.batch(lease=1.0, policy=4)
             broker.store.register(run_parameters(batch_size=4, max_token_len=64))
             broker.put(sent("says 4", version=4), sent("says 1", version=1))
-            return names(await source.take())
+            return names((await source.take()).groups)
 
     assert run(go()) == ["says 3", "says 4"]
     assert trainer.dropped == [("stale", "noted 2"), ("stale", "says 1")]
@@ -467,7 +467,7 @@ def test_a_group_that_waits_here_ages_too() -> None:
         async with trainer.source(max_lag=1, groups_per_step=1).open(DataState()) as source:
             await source.take()
             trainer.step = 3
-            return names(await source.take())
+            return names((await source.take()).groups)
 
     assert run(go()) == ["e"]
     assert {("stale", name) for name in "bcd"} <= set(trainer.dropped)
@@ -556,7 +556,7 @@ def test_poison_that_is_stored_is_set_aside_and_named_and_does_not_come_again(
         """A run that goes on from no checkpoint, and is killed before it saves one."""
         trainer = Trainer(TrainerClient(Connection(client.url)))
         async with trainer.source().open(DataState()) as source:
-            return names(await source.take()), counted(source)
+            return names((await source.take()).groups), counted(source)
 
     async def go() -> None:
         async with served() as client:
@@ -615,7 +615,7 @@ def test_what_waits_in_a_checkpoint_needs_no_lease() -> None:
 
     async def first() -> DataState:
         async with Trainer(broker).source().open(DataState()) as source:
-            assert names(await source.take()) == ["a", "b"]
+            assert names((await source.take()).groups) == ["a", "b"]
             await source.saved(source.data_state())
             return source.data_state()
 
@@ -626,7 +626,7 @@ def test_what_waits_in_a_checkpoint_needs_no_lease() -> None:
 
     async def second() -> list[str]:
         async with Trainer(broker).source().open(data_state) as source:
-            return names(await source.take())
+            return names((await source.take()).groups)
 
     assert run(second()) == ["c", "d"]
 
@@ -716,7 +716,7 @@ def test_the_numbers_of_a_step_are_of_its_groups_though_more_had_arrived() -> No
         rows = []
         async with Trainer(broker).source().open(DataState()) as source:
             for _ in range(2):
-                batch = names(await source.take())
+                batch = names((await source.take()).groups)
                 numbers = flatten(source.metrics())
                 rows.append((batch, numbers["reward"], numbers["tokens/generated"]))
         return rows
@@ -761,7 +761,7 @@ def test_no_interleaving_of_kills_and_saves_loses_or_doubles_a_group(
             for move, _ in life:
                 if move == "take":
                     try:
-                        history.extend(names(await source.take()))
+                        history.extend(names((await source.take()).groups))
                     except EmptyHanded:
                         return
                     trainer.step += 1
@@ -854,7 +854,7 @@ def test_a_group_bears_the_brokers_own_name_whenever_it_comes() -> None:
 
     async def first(steps: int) -> list[str]:
         async with Trainer(broker).source().open(DataState()) as source:
-            return [group.id for _ in range(steps) for group in await source.take()]
+            return [group.id for _ in range(steps) for group in (await source.take()).groups]
 
     killed = run(first(2))
     broker.put(*(sent(f"more{n}") for n in range(2)))
@@ -866,10 +866,10 @@ def test_a_group_whose_lease_ran_out_is_not_trained_again_by_the_same_trainer(ca
 
     async def go() -> list[list[str]]:
         async with Trainer(broker).source().open(DataState()) as source:
-            batches = [names(await source.take())]
+            batches = [names((await source.take()).groups)]
             broker.now += 61.0  # nobody renewed: the trainer stood still
             broker.on_empty = lambda: broker.put(sent("g2"), sent("g3"))
-            batches.append(names(await source.take()))
+            batches.append(names((await source.take()).groups))
             data_state = source.data_state()
             assert len(data_state.batches) == 3
             assert not data_state.ready

@@ -172,7 +172,7 @@ def test_the_cost_is_counted(tail: str) -> None:
             batches = []
             for _ in range(10):
                 batch = await buffer.take()
-                batches.append(list(batch))
+                batches.append(list(batch.groups))
                 metrics.append(flatten(buffer.metrics()))
                 trainer.step += 1
                 batch.free_slots()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -103,12 +103,6 @@ class Batch:
     def data_state(self) -> DataState:
         """What a checkpoint of this batch's step holds: as it was before its slots were freed."""
         return self.position() if self._at_free is None else self._at_free
-
-    def __iter__(self) -> Iterator[Group]:
-        return iter(self.groups)
-
-    def __len__(self) -> int:
-        return len(self.groups)
 
 
 class RolloutSource(Protocol):
