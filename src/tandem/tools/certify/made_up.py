@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, islice
+from itertools import chain, count, cycle, islice
 
 from tandem.config.loading import RunConfig
 from tandem.testing.oracle import Formula
@@ -119,13 +119,10 @@ class GroupMaker:
         """The groups."""
         broker, envs = self.config.broker, list(self.known.weights) or ["made-up"]
         made = [self._group(i, envs[i % len(envs)], *prompt, plans) for i, (prompt, plans) in enumerate(GROUPS.items())]
-        at = 0
+        drifts = cycle(DRIFTS)
         for g, group in enumerate(made):
-            rollouts = []
-            for rollout in group.rollouts:
-                rollouts.append(_with_logprobs(rollout, own, DRIFTS[at % len(DRIFTS)]))
-                at += 1
-            made[g] = replace(group, rollouts=tuple(rollouts))
+            told = tuple(_with_logprobs(rollout, own, next(drifts)) for rollout in group.rollouts)
+            made[g] = replace(group, rollouts=told)
         if broker is not None:
             made[0] = replace(made[0], rollouts=(_silent(made[0].rollouts[0]), *made[0].rollouts[1:]))
         if broker is not None and broker.env_advantages:
@@ -195,10 +192,9 @@ def _silent(rollout: Rollout) -> Rollout:
 
 def _with_logprobs(rollout: Rollout, own: Own, drift: Sequence[float]) -> Rollout:
     """With the logprobs of a sampler that is this far from the policy."""
-    turns, place = [], 0
+    turns, ratios = [], cycle(drift)
     for turn in rollout.turns:
         now = own(turn.prompt, turn.completion.tokens, turn.temperature)
-        logprobs = [value - math.log(drift[(place + i) % len(drift)]) for i, value in enumerate(now)]
-        place += len(logprobs)
+        logprobs = [value - math.log(next(ratios)) for value in now]
         turns.append(replace(turn, completion=replace(turn.completion, logprobs=tuple(logprobs))))
     return replace(rollout, turns=tuple(turns))
