@@ -121,8 +121,8 @@ class GroupMaker:
         made = [self._group(i, envs[i % len(envs)], *prompt, plans) for i, (prompt, plans) in enumerate(GROUPS.items())]
         drifts = cycle(DRIFTS)
         for g, group in enumerate(made):
-            told = tuple(_with_logprobs(rollout, own, next(drifts)) for rollout in group.rollouts)
-            made[g] = replace(group, rollouts=told)
+            rollouts = tuple(_with_logprobs(rollout, own, next(drifts)) for rollout in group.rollouts)
+            made[g] = replace(group, rollouts=rollouts)
         if broker is not None:
             made[0] = replace(made[0], rollouts=(_silent(made[0].rollouts[0]), *made[0].rollouts[1:]))
         if broker is not None and broker.env_advantages:
