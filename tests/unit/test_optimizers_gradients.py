@@ -15,6 +15,8 @@ from torch.nn import Parameter
 
 from tandem.config import loading as config
 from tandem.errors import ConfigError
+from tandem.model import compilation
+from tandem.optimizers import _byte_moments, _narrow, _precise
 from tandem.optimizers._precise import Precise, TrainedWeight
 from tandem.optimizers.adafactor import Adafactor
 from tandem.optimizers.adamw import AdamW
@@ -133,3 +135,39 @@ def test_what_it_cannot_be_is_refused(tmp_path: Path) -> None:
         read({"kind": "adamw_cpu", "gradients": "bfloat16"})
     with pytest.raises(ConfigError, match=r"optimizer\.gradients"):
         read({"gradients": "float16"})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("clips", [False, True])
+def test_eight_bit_steps_by_compiled_code_are_those_without(
+    precision: Literal["masters", "stochastic"], clips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: of weights and gradients as they are kept, in larger pieces, and of a small tensor."""
+    shapes = {"large": (300, 256), "odd": (70, 77), "small": (9,)}
+
+    def steps() -> list[Tensor]:
+        weights = {name: Parameter(start(*shape)) for name, shape in shapes.items()}
+        options = AdamW8bit(weight_decay=0.1, precision=precision, gradients="bfloat16")
+        stepper = options.bind(list(weights.items()))
+        for seed in range(3):
+            for i, weight in enumerate(weights.values()):
+                give(stepper, weight, micro_batches(1, *weight.shape, seed=3 * seed + i))
+            stepper.step(1e-2, 0.5 if clips else 0.0)
+        return [*(w.detach().float() for w in weights.values()), *stepper.state_dict().values()]
+
+    monkeypatch.setattr(_precise, "PIECE", 1 << 14)
+    monkeypatch.setattr(_narrow, "PIECE", 1 << 14)
+    eager, compiled = steps(), list[Tensor]()
+    with monkeypatch.context() as patched:
+        for module in (_byte_moments, _narrow):
+            patched.setattr(module, "number", lambda value, like: torch.tensor(value))
+        patched.setattr(_byte_moments, "LARGE_PIECE", 1 << 16)
+        patched.setattr(compilation, "fuses", lambda device: True)
+        compiled = steps()
+    for one, other in zip(eager, compiled, strict=True):
+        # A fused multiplication and addition rounds once, so a code or a weight in some hundreds is its neighbour.
+        apart, size = (one.float() - other.float()).abs(), float(one.float().abs().max())
+        assert float((apart > 1e-6 * size).float().mean()) < 2e-3
+        assert float(apart.max()) <= (1.0 if one.dtype == torch.uint8 else 2.0**-7 * size)

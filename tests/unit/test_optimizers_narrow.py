@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from torch import Tensor
 
 from tandem.optimizers import _narrow
-from tandem.optimizers._narrow import random_bits, round_stochastically, stream, write_stochastically
+from tandem.optimizers._narrow import (
+    on_device,
+    random_bits,
+    round_stochastically,
+    stream,
+    write_fused,
+    write_stochastically,
+)
 
 MASK = 0xFFFFFFFF
 
@@ -38,9 +43,8 @@ def test_rounding_by_fused_operations_is_the_same_to_the_bit(
         expected = torch.cat(
             [round_stochastically(part, key) for part, key in zip(values.split(1000), keys, strict=True)]
         )
-        words = torch.tensor([[_narrow._signed(w) for w in (key >> 32, key & MASK)] for key in keys], dtype=torch.int32)
         eager, written = torch.zeros(num, dtype=torch.bfloat16), torch.zeros(num, dtype=torch.bfloat16, device=device)
-        inspect.unwrap(_narrow._written)(eager, values, *words.T)
+        write_fused(eager, values, on_device(keys, 0, values))
         write_stochastically(written, values.to(device), keys)
         for one in (eager, written.cpu()):
             assert torch.equal(one.view(torch.int16), expected.view(torch.int16))

@@ -44,22 +44,26 @@ def compiled(forward: Callable[..., Any], backend: str, checkpointing: str) -> C
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """A function of tensors, compiled for any number of elements where its first argument is on a CUDA device.
+    """A function of tensors, compiled for any number of elements where ``fuses`` says so of its first argument.
 
-    There each eager operation is a launch. Numbers that change from call to call must come as tensors (``number``):
-    code is kept for each other one.
+    Numbers that change from call to call must come as tensors (``number``): code is kept for each other one.
     """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0]
         assert isinstance(first, Tensor)
-        if first.device.type != "cuda" or not decide("auto", first.device):
+        if not fuses(first.device):
             return function(*args, **kwargs)
         result: R = for_any_size(function, f"{function.__name__.lstrip('_')} of the optimizer")(*args, **kwargs)
         return result
 
     return run
+
+
+def fuses(device: torch.device) -> bool:
+    """Whether ``fused`` functions are compiled: on a CUDA device, where each eager operation is a launch."""
+    return device.type == "cuda" and decide("auto", device)
 
 
 def number(value: float, like: Tensor) -> float | Tensor:

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tandem.model.compilation import fused, number
+from tandem.model import compilation
+from tandem.model.compilation import number
+from tandem.optimizers._narrow import DeviceStream, on_device, write_fused
 from tandem.optimizers._precise import PreciseStepper, TrainedWeight
 from tandem.optimizers.base import BLOCK, LARGE_PIECE
 
 if TYPE_CHECKING:
     from tandem.optimizers._adam import Adam
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 SMALL = 4096
 """Tensors of fewer elements (norms, biases) keep float32 moments: they weigh nothing, and need it most."""
 
@@ -32,7 +35,7 @@ class ByteMoments(PreciseStepper):
         """Codes and scales of 0: whatever a code stands for, 0 times it is 0."""
         num, device = weight.parameter.numel(), weight.parameter.device
         state = {"step": torch.zeros(())}
-        for moment in ("exp_avg", "exp_avg_sq"):
+        for moment in MOMENTS:
             if weight.part.whole < SMALL:
                 state[moment] = torch.zeros(weight.parameter.shape, device=device)
             else:
@@ -47,12 +50,20 @@ class ByteMoments(PreciseStepper):
             state, device = self.states[weight], weight.gradient.device
             state["step"] += 1
             if (key := (weight.steps, device)) not in numbers:
-                numbers[key] = self._numbers(weight.steps, lr, weight.gradient)
-            size = LARGE_PIECE if device.type == "cuda" else 0
-            for value, grad, at in weight.pieces(size, clip=clip):
-                self._piece(value, grad, state, at, numbers[key])
+                numbers[key] = self._numbers(weight.steps, lr, clip, weight.gradient)
+            if not compilation.fuses(device):
+                for value, grad, at in weight.pieces(clip=clip):
+                    avg, avg_sq = (_moment(state, moment, at) for moment in MOMENTS)
+                    _advance(value, grad, avg, avg_sq, numbers[key])
+                continue
+            for kept, grad, at in weight.kept(LARGE_PIECE):
+                avg, avg_sq = (_moment(state, moment, at) for moment in MOMENTS)
+                random = None if weight.master is not None else on_device(*weight.keys(at), kept)
+                # What does not end with a block would be compiled apart; it is rare.
+                advance = _advance_kept if len(kept) % BLOCK and isinstance(avg, _Moment) else _fused_advance
+                advance(kept, grad, avg, avg_sq, numbers[key], random)
 
-    def _numbers(self, steps: int, lr: float, like: Tensor) -> _Numbers:
+    def _numbers(self, steps: int, lr: float, clip: float, like: Tensor) -> _Numbers:
         options = self._options
         return _Numbers(
             options.beta1,
@@ -61,15 +72,8 @@ class ByteMoments(PreciseStepper):
             number(1 - lr * options.weight_decay, like),
             number(math.sqrt(1 - options.beta2**steps), like),
             number(lr / (1 - options.beta1**steps), like),
+            number(clip, like),
         )
-
-    def _piece(self, value: Tensor, grad: Tensor, state: dict[str, Tensor], at: slice, numbers: _Numbers) -> None:
-        if "exp_avg" in state:
-            _adam(value, grad, state["exp_avg"].view(-1)[at], state["exp_avg_sq"].view(-1)[at], numbers)
-        else:
-            # What does not end with a block would be compiled apart; it is rare.
-            advance = _advance if len(value) % BLOCK else _fused_advance
-            advance(value, grad, _moment(state, "exp_avg", at), _moment(state, "exp_avg_sq", at), numbers)
 
     def elementwise_state(self) -> dict[str, Any]:
         """Moments in float32, on the host: to write what was read gives the same codes and scales."""
@@ -91,10 +95,10 @@ class ByteMoments(PreciseStepper):
     def _moments(self) -> Iterator[tuple[str, _Moment, torch.Size]]:
         """Those of bytes, by their place in ``state_dict``, and the shape of their parameters."""
         for weight in self.weights:
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if f"{moment}.codes" in (state := self.states[weight]):
-                    whole = slice(0, weight.parameter.numel())
-                    yield f"{weight.part.label}/{moment}", _moment(state, moment, whole), weight.parameter.shape
+            for name in MOMENTS:
+                moment = _moment(self.states[weight], name, slice(0, weight.parameter.numel()))
+                if isinstance(moment, _Moment):
+                    yield f"{weight.part.label}/{name}", moment, weight.parameter.shape
 
 
 class _Numbers(NamedTuple):
@@ -106,6 +110,8 @@ class _Numbers(NamedTuple):
     decay: float | Tensor
     root_correction: float | Tensor
     rate: float | Tensor
+    clip: float | Tensor
+    """What gradients that are not clipped yet are multiplied by."""
 
 
 class _Moment(NamedTuple):
@@ -118,41 +124,44 @@ class _Moment(NamedTuple):
     nearest: Tensor
 
 
-def _moment(state: dict[str, Tensor], moment: str, at: slice) -> _Moment:
+def _moment(state: dict[str, Tensor], moment: str, at: slice) -> _Moment | Tensor:
+    """Of bytes, or float32."""
+    if moment in state:
+        return state[moment].view(-1)[at]
     codes_n = state[f"{moment}.codes"][at]
     tables = {"signed": moment == "exp_avg", "device": codes_n.device}
     blocks = slice(at.start // BLOCK, math.ceil(at.stop / BLOCK))  # a piece begins at the first element of a block
     return _Moment(codes_n, state[f"{moment}.scales"][blocks], _book(**tables), _nearest(**tables))
 
 
-def _advance(value: Tensor, grad: Tensor, avg: _Moment, avg_sq: _Moment, numbers: _Numbers) -> None:
+def _advance(value: Tensor, grad: Tensor, avg: _Moment | Tensor, avg_sq: _Moment | Tensor, numbers: _Numbers) -> None:
     """Update a piece and what is kept of its moments. The update is by the moments as computed."""
-    exp_avg, exp_avg_sq = _read(avg), _read(avg_sq)
-    _moved(grad, exp_avg, exp_avg_sq, numbers)
-    _write(avg, exp_avg)
-    _write(avg_sq, exp_avg_sq)
-    _updated(value, exp_avg, exp_avg_sq, numbers)
-
-
-_fused_advance = fused(_advance)
-
-
-@fused
-def _adam(value: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: _Numbers) -> None:
-    """Update a piece and its moments."""
-    _moved(grad, exp_avg, exp_avg_sq, numbers)
-    _updated(value, exp_avg.clone(), exp_avg_sq.clone(), numbers)
-
-
-def _moved(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: _Numbers) -> None:
+    exp_avg, exp_avg_sq = (_read(m) if isinstance(m, _Moment) else m for m in (avg, avg_sq))
     exp_avg.lerp_(grad, 1 - numbers.beta1)
     exp_avg_sq.mul_(numbers.beta2).addcmul_(grad, grad, value=1 - numbers.beta2)
+    if isinstance(avg, _Moment) and isinstance(avg_sq, _Moment):
+        _write(avg, exp_avg)
+        _write(avg_sq, exp_avg_sq)
+    root = exp_avg_sq.sqrt().div_(numbers.root_correction).add_(numbers.eps)
+    value.mul_(numbers.decay).sub_((exp_avg / root).mul_(numbers.rate))
 
 
-def _updated(value: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: _Numbers) -> None:
-    """What is left in the moments is of no use."""
-    root = exp_avg_sq.sqrt_().div_(numbers.root_correction).add_(numbers.eps)
-    value.mul_(numbers.decay).sub_(exp_avg.div_(root).mul_(numbers.rate))
+def _advance_kept(
+    kept: Tensor,
+    grad: Tensor,
+    avg: _Moment | Tensor,
+    avg_sq: _Moment | Tensor,
+    numbers: _Numbers,
+    random: DeviceStream | None,
+) -> None:
+    """The same of weights and gradients as they are kept, for a compiler: it reads and writes each once."""
+    value = kept.float()  # itself if it is float32
+    _advance(value, grad.float() * numbers.clip, avg, avg_sq, numbers)
+    if random is not None:
+        write_fused(kept, value, random)
+
+
+_fused_advance = compilation.fused(_advance_kept)
 
 
 def _read(moments: _Moment) -> Tensor:

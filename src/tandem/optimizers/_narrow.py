@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,10 +30,7 @@ def write_stochastically(weight: Tensor, value: Tensor, keys: Sequence[int], fir
     The first value is element ``first``, an even number, of the first key's piece.
     """
     if value.device.type == "cuda":
-        words = [[_signed(key >> 32) for key in keys], [_signed(key & 0xFFFFFFFF) for key in keys]]
-        # From pinned memory, so that nothing waits until it is there.
-        before_p, within_p = torch.tensor(words, dtype=torch.int32).pin_memory().to(value.device, non_blocking=True)
-        _written(weight, value, before_p, within_p, number(first, value))
+        _fused_write(weight, value, on_device(keys, first, value))
         return
     start = 0
     for key in keys:
@@ -41,14 +39,34 @@ def write_stochastically(weight: Tensor, value: Tensor, keys: Sequence[int], fir
         start, first = stop, 0
 
 
-@fused
-def _written(weight: Tensor, value: Tensor, before_p: Tensor, within_p: Tensor, first: float | Tensor = 0) -> None:
+class DeviceStream(NamedTuple):
+    """A random stream for a run of elements, as compiled functions read it."""
+
+    before_p: Tensor
+    """Of each piece's key the half before the hash."""
+    within_p: Tensor
+    first: float | Tensor
+    """Place of the first element in its piece."""
+
+
+def on_device(keys: Sequence[int], first: int, like: Tensor) -> DeviceStream:
+    """The stream of ``write_stochastically``; from pinned memory, so that nothing waits until it is there."""
+    words = [[_signed(key >> 32) for key in keys], [_signed(key & 0xFFFFFFFF) for key in keys]]
+    host = torch.tensor(words, dtype=torch.int32, pin_memory=like.device.type == "cuda")
+    before_p, within_p = host.to(like.device, non_blocking=True)
+    return DeviceStream(before_p, within_p, number(first, like))
+
+
+def write_fused(weight: Tensor, value: Tensor, random: DeviceStream) -> None:
     """The same where operations are fused, and to hash for each element costs less than to spread a hash over two."""
-    at = torch.arange(len(value), dtype=torch.int32, device=value.device) + first
+    at = torch.arange(len(value), dtype=torch.int32, device=value.device) + random.first
     piece, within = at // PIECE, at % PIECE
-    hashed = _mixed(within >> 1, before_p[piece], within_p[piece])
-    random = (hashed >> ((within & 1) << 4)) & 0xFFFF
-    weight.copy_(((random + value.contiguous().view(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16))
+    hashed = _mixed(within >> 1, random.before_p[piece], random.within_p[piece])
+    bits = (hashed >> ((within & 1) << 4)) & 0xFFFF
+    weight.copy_(((bits + value.contiguous().view(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16))
+
+
+_fused_write = fused(write_fused)
 
 
 def stream(step: int, name: str, start: int) -> int:

@@ -122,20 +122,28 @@ class TrainedWeight:
     def pieces(self, size: int = 0, *, clip: float = 1.0) -> Iterator[tuple[Tensor, Tensor, slice]]:
         """Flat float32 values to be updated in place, their float32 gradient times ``clip``, and where they are.
 
+        Pieces as of ``kept``. Each is written when the next is asked for. Of a weight without master and of a narrow
+        gradient only a piece is float32 at any time. The gradient is to be taken once: a float32 one is scaled where
+        it is.
+        """
+        for kept, grad, at in self.kept(size):
+            value, grad = kept.float(), grad.float()  # themselves if they are float32
+            yield value, grad if clip == 1.0 else grad.mul_(clip), at
+            if self.master is None:
+                from tandem.optimizers import _narrow  # which needs torch
+
+                _narrow.write_stochastically(kept, value, *self.keys(at))
+
+    def kept(self, size: int = 0) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        """Flat values as they are kept, to be updated in place, their gradient, and where they are.
+
         Of ``size`` elements: a multiple of ``PIECE``, which it is by default, or all of them. A part of a parameter is
         cut where the whole would be.
-        Each is written when the next is asked for. Of a weight without master and of a narrow gradient only a piece is
-        float32 at any time. The gradient is to be taken once: a float32 one is scaled where it is.
         """
         source = (self.parameter if self.master is None else self.master).detach()
         flat = source.reshape(-1)  # a copy where the weight is strided
-        size = size or PIECE
-        for at in self._cuts(flat.numel(), size):
-            value = flat[at].float()  # itself if it is float32
-            grad = self.gradient.view(-1)[at].float()  # itself if it is float32
-            yield value, grad if clip == 1.0 else grad.mul_(clip), at
-            if self.master is None:
-                self._narrow(value, flat, at.start)
+        for at in self._cuts(flat.numel(), size or PIECE):
+            yield flat[at], self.gradient.view(-1)[at], at
         if not source.is_contiguous():
             source.copy_(flat.view_as(source))
         if not self.own and self.master is not None:
@@ -149,13 +157,13 @@ class TrainedWeight:
             yield slice(start, stop)
             start = stop
 
-    def _narrow(self, value: Tensor, flat: Tensor, start: int) -> None:
-        from tandem.optimizers import _narrow
+    def keys(self, at: slice) -> tuple[list[int], int]:
+        """Keys of the random stream for a run of elements, and the first one's place in its ``PIECE``."""
+        from tandem.optimizers._narrow import stream
 
-        begins = self.part.start + start
-        pieces = range(begins - begins % PIECE, begins + len(value), PIECE)
-        keys = [_narrow.stream(self.steps, self.part.name, first) for first in pieces]
-        _narrow.write_stochastically(flat[start : start + len(value)], value, keys, begins % PIECE)
+        begins = self.part.start + at.start
+        starts = range(begins - begins % PIECE, self.part.start + at.stop, PIECE)
+        return [stream(self.steps, self.part.name, start) for start in starts], begins % PIECE
 
     def held(self) -> dict[str, Tensor]:
         """The state that keeps the weight precise, such as a float32 master."""

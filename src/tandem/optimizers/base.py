@@ -20,9 +20,9 @@ PIECE = 1 << 22
 """Elements that are widened at once. The random stream has a key for each piece, so this is part of its definition."""
 BLOCK = 256
 """Elements that share a scale."""
-LARGE_PIECE = 4 * PIECE
-"""Elements that are float32 at once on a CUDA device: the host enters compiled code for each piece, which takes it as
-long as the device takes for some millions."""
+LARGE_PIECE = 8 * PIECE
+"""Elements that compiled code updates at once: the host enters it for each piece, which takes it as long as the device
+takes for some tens of millions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
