@@ -139,7 +139,7 @@ def add_engine(parser: Any) -> None:
         "--utilization", type=float, default=0.3, help="gpu_memory_utilization of an engine that shares"
     )
     parser.add_argument("--python", help="interpreter that has vLLM, for Tandem's engine; by default this one")
-    parser.add_argument("--engine-args", type=json.loads, default={}, help="more options of each vLLM, as JSON")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="more options of Tandem's vLLM, as JSON")
 
 
 def engine_options(args: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ What is not listed below is TRL's default. Settings:
 - correction=true: a pass more for the old logprobs, which corrects for vLLM's (TRL's default)
 - liger=false: Liger's kernels
 - server=0: port of a ``trl vllm-serve`` on this host, instead of an engine in this process
+- engine={}: more options of that engine, as JSON without blanks
 - vllm=true: false samples by transformers, to try this script where there is no vLLM
 """
 
@@ -37,6 +38,7 @@ from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
 
 SETTINGS = {
     "weights": "bfloat16",
@@ -45,6 +47,7 @@ SETTINGS = {
     "correction": "true",
     "liger": "false",
     "server": "0",
+    "engine": "{}",
     "vllm": "true",
 }
 
@@ -160,7 +163,6 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a Hugging Face folder")
     parser.add_argument("lines", type=Path, help="JSON lines of the steps")
     parser.add_argument("--utilization", type=float, default=0.3, help="vLLM's gpu_memory_utilization")
-    parser.add_argument("--engine-args", type=json.loads, default={}, help="more options of TRL's vLLM, as JSON")
     parser.add_argument("settings", nargs="*", help="key=value, see above")
     add_work(parser)
     args = parser.parse_intermixed_args()
@@ -172,10 +174,8 @@ def main() -> None:
     append(args.lines, kind="about", overrides=[f"{k}={v}" for k, v in chosen.items()])
     texts = work.questions() if work.graded else [{"prompt": text} for text in work.prompts()]
     rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in texts]
-    if args.engine_args:
-        from trl.generation import vllm_generation
-
-        vllm_generation.LLM = partial(vllm_generation.LLM, **args.engine_args)
+    if chosen["vllm"] == "true":
+        vllm_generation.LLM = partial(vllm_generation.LLM, **json.loads(chosen["engine"]))
     with tempfile.TemporaryDirectory(prefix="versus-trl-") as out:
         trainer = Watched(
             model=AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, chosen["weights"])),

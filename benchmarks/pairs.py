@@ -93,7 +93,6 @@ class Setting:
 SETTINGS = {
     "pairs": Setting(),
     "pairs-half": Setting(share=False),
-    "pairs-fast": Setting(on_gpu=("micro_batch_tokens=6656", "checkpointing=none")),
     "one": Setting(alone=True, share=False),
     "seven": Setting(("optimizer.kind=adamw8bit",), ("micro_batch_tokens=4608", "checkpointing=full"), larger=True),
     "sharded": Setting(("distributed.shard=weights",), spans=True),

@@ -127,8 +127,7 @@ def trl(bench: Bench) -> None:
         name, *chosen = text.split()
         lines = bench.logs / f"trl-{name}.jsonl"
         command = [bench.args.trl_python or sys.executable, str(HERE / "_versus_trl.py"), str(bench.model), str(lines)]
-        command += ["--utilization", str(bench.args.utilization), "--engine-args", json.dumps(bench.args.engine_args)]
-        command += [*work_options(bench.work), *chosen]
+        command += ["--utilization", str(bench.args.utilization), *work_options(bench.work), *chosen]
         bench.setting("trl", text, command)
 
 
