@@ -28,7 +28,11 @@ def run_to_end(coroutine: Coroutine[Any, Any, T], stop: asyncio.Event | None = N
     Raises:
         Interrupted: the user interrupted it.
     """
-    beside_a_loop = asyncio._get_running_loop() is not None
+    beside_a_loop = True
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        beside_a_loop = False
     try:
         return _in_a_thread(coroutine, stop) if beside_a_loop else asyncio.run(coroutine)
     except (KeyboardInterrupt, asyncio.CancelledError) as error:
