@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn import Parameter
 
 from tandem.config import loading as config
@@ -142,9 +143,14 @@ def test_what_it_cannot_be_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("clips", [False, True])
 def test_eight_bit_steps_by_compiled_code_are_those_without(
-    precision: Literal["masters", "stochastic"], clips: bool, monkeypatch: pytest.MonkeyPatch
+    precision: Literal["masters", "stochastic"],
+    clips: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As on a GPU: of weights and gradients as they are kept, in larger pieces, and of a small tensor."""
+    torch._dynamo.reset()
+    counters.clear()
     shapes = {"large": (300, 256), "odd": (70, 77), "small": (9,)}
 
     def steps() -> list[Tensor]:
@@ -166,6 +172,10 @@ def test_eight_bit_steps_by_compiled_code_are_those_without(
         patched.setattr(_byte_moments, "LARGE_PIECE", 1 << 16)
         patched.setattr(compilation, "fuses", lambda device: True)
         compiled = steps()
+    # One or two for moments of bytes and one for float32 ones, of any size and in all steps; each a whole function.
+    assert 0 < counters["stats"]["unique_graphs"] <= 3
+    assert not counters["graph_break"]
+    assert "uncompiled" not in caplog.text
     for one, other in zip(eager, compiled, strict=True):
         # A fused multiplication and addition rounds once, so a code or a weight in some hundreds is its neighbour.
         apart, size = (one.float() - other.float()).abs(), float(one.float().abs().max())

@@ -154,7 +154,7 @@ def _advance_kept(
     numbers: _Numbers,
     random: DeviceStream | None,
 ) -> None:
-    """The same of weights and gradients as they are kept, for a compiler: it reads and writes each once."""
+    """The same of weights and gradients as they are kept, for a compiler: float32 copies need not be in memory."""
     value = kept.float()  # itself if it is float32
     _advance(value, grad.float() * numbers.clip, avg, avg_sq, numbers)
     if random is not None:

@@ -58,7 +58,10 @@ def on_device(keys: Sequence[int], first: int, like: Tensor) -> DeviceStream:
 
 
 def write_fused(weight: Tensor, value: Tensor, random: DeviceStream) -> None:
-    """The same where operations are fused, and to hash for each element costs less than to spread a hash over two."""
+    """What ``write_stochastically`` writes, where operations are fused.
+
+    There to hash for each element costs less than to spread a hash over two.
+    """
     at = torch.arange(len(value), dtype=torch.int32, device=value.device) + random.first
     piece, within = at // PIECE, at % PIECE
     hashed = _mixed(within >> 1, random.before_p[piece], random.within_p[piece])
