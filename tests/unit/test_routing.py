@@ -94,6 +94,21 @@ def test_replay_of_a_models_own_choice_changes_nothing(name: str) -> None:
     assert (other[0] - plain[0]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_layers_that_are_computed_again_choose_what_their_pass_was_told(name: str, checkpointing: Any) -> None:
+    model = model_of(name)
+    experts = routing.of(model)
+    assert experts is not None
+    choice = np.random.default_rng(0).random((15, experts.layers, experts.num_experts)).argsort(axis=2)
+    told_TLK = torch.from_numpy(choice[..., : experts.top_k]).to(torch.int16)
+    kept = passed(model, told_TLK)
+    layers.tune(model, compile=False, checkpointing=checkpointing)
+    again = passed(model, told_TLK)
+    assert torch.equal(kept[0], again[0])
+    assert torch.allclose(kept[1], again[1], rtol=1e-6, atol=1e-6 * float(kept[1].abs().max()))
+
+
 def test_replayed_layer_is_what_a_plain_loop_computes() -> None:
     model = model_of("qwen3_moe", torch.float64)
     model.set_experts_implementation("eager")  # others do not know float64

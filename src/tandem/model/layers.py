@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tandem.errors import ConfigError
-from tandem.model import _varlen, compilation
+from tandem.model import _varlen, compilation, routing
 from tandem.model.compilation import Compile
 from tandem.model.context import ContextPacked
 from tandem.model.plans import Decode, Packed
@@ -145,10 +145,10 @@ def recomputed(run: Callable[..., Any], how: Literal["selective", "full"]) -> Ca
     sees eager products alone: compiled ones write where they are told to.
     """
     # To keep the random state would make the host wait for the device, and nothing here draws: there is no dropout.
-    plain = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-    if how == "full":
-        return plain
-    return partial(plain, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if how == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    return lambda *args, **kwargs: checkpoint(routing.as_now(run), *args, **options, **kwargs)
 
 
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,6 +25,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tandem.errors import EngineError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 OWN = -1
 """In a replayed choice: the router chooses by itself."""
@@ -62,6 +65,30 @@ class _TopK(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(1, chosen_TK), chosen_TK))
 
 
+class _Pass:
+    """The pass that is computed; on a CUDA device autograd computes layers again in a thread of its own."""
+
+    experts_TLK: Tensor | None = None
+    """What it is to choose, int16; None: it chooses by itself."""
+
+
+_now = _Pass()
+
+
+def as_now(run: Callable[P, R]) -> Callable[P, R]:
+    """``run`` by the choice of now, however late it is called: a layer may be computed again after other passes."""
+    experts_TLK = _now.experts_TLK
+
+    def again(*args: P.args, **options: P.kwargs) -> R:
+        before, _now.experts_TLK = _now.experts_TLK, experts_TLK
+        try:
+            return run(*args, **options)
+        finally:
+            _now.experts_TLK = before
+
+    return again
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Routing:
     """The routers of a model by their layers, what they chose last, and what they are to choose."""
@@ -70,8 +97,6 @@ class Routing:
     layers: int
     top_k: int
     num_experts: int
-    replayed_TLK: Tensor | None = None
-    """What passes choose from now on, int16; None: by themselves."""
     _logits: dict[int, list[Tensor]] = field(default_factory=dict)
     _keeps: bool = False
     _is_wrapped: bool = False
@@ -154,8 +179,8 @@ class Routing:
         return values.reshape(-1, self.layers, self.top_k).astype(np.int16)
 
     def replay(self, experts_TLK: Tensor | None) -> None:
-        """Have passes from now on choose these; None: choose by themselves. A pass recomputed in backward counts."""
-        self.replayed_TLK = experts_TLK
+        """Have passes from now on choose these; None: choose by themselves."""
+        _now.experts_TLK = experts_TLK
         if experts_TLK is not None and not self._is_wrapped:
             self._is_wrapped = True
             for layer, router in self.routers.items():
@@ -164,9 +189,9 @@ class Routing:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _replay(self, layer: int, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """The forward of a layer's router, by the experts that it is told."""
-        if self.replayed_TLK is None:
+        if _now.experts_TLK is None:
             return forward(*args, **options)
-        with _TopK(self.replayed_TLK[:, layer], self.num_experts) as mode:
+        with _TopK(_now.experts_TLK[:, layer], self.num_experts) as mode:
             out = forward(*args, **options)
         if not mode.is_made:
             raise EngineError(f"layer {layer} chooses its experts otherwise than by torch.topk")

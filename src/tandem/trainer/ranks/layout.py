@@ -283,7 +283,7 @@ def check_model_heads(config: RunConfig, model_config: Any) -> None:
 
 
 def check_routers(config: RunConfig, model_config: Any) -> None:
-    """Refuse ``router_replay`` of a model whose experts cannot be chosen, or in a way that loses the choice.
+    """Refuse ``router_replay`` of a model whose experts cannot be chosen, or are not told.
 
     And ``router_aux_loss_coef`` of one without that loss.
 
@@ -297,11 +297,9 @@ def check_routers(config: RunConfig, model_config: Any) -> None:
     if not config.router_replay:
         return
     packing.check_replay(model_config)
-    if packing.chosen(model_config, config.packing).packing != "tree":
-        if config.checkpointing != "none":
-            raise ConfigError("router_replay: checkpointing needs packing: tree; set checkpointing: none")
-        if ReportsChecksums not in config.engine.capabilities:
-            raise ConfigError("router_replay: the embedded engine needs packing: tree; choose engine: vllm")
+    plainly = packing.chosen(model_config, config.packing).packing != "tree"
+    if plainly and ReportsChecksums not in config.engine.capabilities:
+        raise ConfigError("router_replay: the embedded engine needs packing: tree; choose engine: vllm")
 
 
 def _divisors(number: int) -> str:
