@@ -90,10 +90,8 @@ def _find_builtin(category: str, kind: str) -> type:
         and dataclasses.is_dataclass(thing)
         and not name.startswith("_")
     ]
-    if len(public) != 1:
-        classes = ", ".join(cls.__name__ for cls in public) or "none"
-        raise ConfigError(f"{module.__name__} must define exactly one public dataclass, its part; found: {classes}")
-    return public[0]
+    (part,) = public
+    return part
 
 
 def kind_of(category: str, part: object) -> str:
