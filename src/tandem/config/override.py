@@ -29,8 +29,6 @@ def apply(tree: Branch, cls: type, overrides: Sequence[str], problems: Problems)
             problems.add(where, f"an override has no dashes; write {text.lstrip('-')}")
         elif key in values:
             problems.add(where, "given twice; remove one")
-        elif not all(_split(key)):
-            problems.add(where, "an option's path is words joined by dots, such as loss.clip_high")
         elif (value := parse_override(written, where, problems)) is not None:
             values[key] = value
     spell_out(tree)

@@ -155,11 +155,8 @@ class _Loader(yaml.SafeLoader):
         """The value YAML gives a scalar; dates stay text."""
         kind = tag.rpartition(":")[2]
         if kind in ("null", "bool", "int", "float"):
-            try:
-                value: bool | float | None = self.construct_object(yaml.ScalarNode(tag, text))
-                return value
-            except ValueError:
-                return text  # 0x_ is a number by YAML's pattern alone, and Python reads none of thousands of digits
+            value: bool | float | None = self.construct_object(yaml.ScalarNode(tag, text))
+            return value
         if kind in ("str", "timestamp", "value", "merge"):
             return text
         raise ValueError(f"the tag {tag!r} is not understood; write plain values")
@@ -194,9 +191,7 @@ def _compose(
     except yaml.MarkedYAMLError as error:
         detail = ", ".join(part for part in (error.context, error.problem) if part)
         problems.add(locate(error.problem_mark or error.context_mark), f"this is not YAML: {detail}{remedy}")
-    except RecursionError:
-        problems.add(locate(None), "this is nested too deep to be read, or an alias contains itself")
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         problems.add(locate(None), f"this is not YAML: {' '.join(str(error).split())}")
     return None
 
