@@ -106,10 +106,10 @@ def test_check(mine: Callable[[str], Any], wrong: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("mixed", "returned the metric 'tool': 'calculator' (str); expected a number by its name"),
-        ("keys", "returned the metric '1': '2.0' (float); expected a number by its name"),
-        ("nothing", "returned NoneType; expected a mapping of metrics"),
-        ("list", "returned list; expected a mapping of metrics"),
+        ("mixed", "returned {'calls': 1.0, 'tool': 'calculator'}; expected a mapping of numbers by name"),
+        ("keys", "returned {1: 2.0}; expected a mapping of numbers by name"),
+        ("nothing", "returned None; expected a mapping of numbers by name"),
+        ("list", "returned [1.0]; expected a mapping of numbers by name"),
         ("fine", ""),
     ],
 )

@@ -122,16 +122,11 @@ class GroupRunner:
 
     def _metrics(self, metrics: object) -> dict[str, float]:
         """What ``play`` returned, if it is numbers by name; else an error that names the environment."""
-
-        def refused(what: str) -> EnvError:
-            return EnvError(f"play(){defined_at(type(self.env).play)} returned {what}")
-
-        if not isinstance(metrics, Mapping):
-            raise refused(f"{type(metrics).__name__}; expected a mapping of metrics, such as {{}}")
-        for name, value in metrics.items():
-            if not isinstance(name, str) or not isinstance(value, Real):
-                shown = f"{str(name)[:60]!r}: {str(value)[:60]!r} ({type(value).__name__})"
-                raise refused(f"the metric {shown}; expected a number by its name")
+        if not isinstance(metrics, Mapping) or not all(
+            isinstance(name, str) and isinstance(value, Real) for name, value in metrics.items()
+        ):
+            what = f"play(){defined_at(type(self.env).play)} returned {metrics!r:.200}"
+            raise EnvError(f"{what}; expected a mapping of numbers by name, such as {{}}")
         return {name: float(value) for name, value in metrics.items()}
 
     async def _answers(self, since: float) -> bool:
