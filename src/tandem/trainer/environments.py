@@ -283,9 +283,7 @@ def rollout_source(
             on_event=lambda name, fields: telemetry.event(name, **fields),
         )
     # A run without a broker loads nothing of it.
-    if not (points := entry_points(group="tandem.rollout_sources", name="broker")):
-        raise ConfigError("broker: tandem_broker is not installed; install Tandem again (pip install -e .)")
-    source: RolloutSource = next(iter(points)).load()(
+    source: RolloutSource = entry_points(group="tandem.rollout_sources")["broker"].load()(
         config,
         folder=folder,
         context=memory.context(config, policy.config),
