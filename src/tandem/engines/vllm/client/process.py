@@ -85,17 +85,11 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> EngineRecord | None:
-        """Read it back; None if there is none.
-
-        Raises:
-            EngineError: the file is no such record.
-        """
+        """Read it back; None if there is none, or one of another release, whose engine ends by itself after a while."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
-        except FileNotFoundError:
+        except (FileNotFoundError, msgspec.DecodeError):
             return None
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{path} is not the record of an engine ({error}); end it and remove the file") from error
 
 
 class EngineProcess:
