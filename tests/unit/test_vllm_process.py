@@ -171,11 +171,6 @@ def test_an_engine_that_is_never_healthy_is_a_deadline(engines: Engines, status:
     assert engine.alive()
 
 
-def test_what_cannot_be_started_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"/nowhere/python.*engine\.python must be"):
-        EngineProcess.start(["/nowhere/python"], {}, tmp_path / "log")
-
-
 def test_an_engine_that_ignores_sigterm_is_killed(engines: Engines) -> None:
     port = free_port()
     engine = engines(STUBBORN, SERVE, port=port, grace=0.3)

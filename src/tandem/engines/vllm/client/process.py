@@ -113,26 +113,18 @@ class EngineProcess:
             command: Program and arguments; no secret belongs here, as anybody on the machine can read it.
             env: The whole environment, see ``environment``.
             log: What it prints is appended here.
-
-        Raises:
-            EngineError: the program cannot be started.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
             log_start = out.tell()
-            try:
-                child = subprocess.Popen(
-                    list(command),
-                    env=dict(env),
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise EngineError(
-                    f"the engine cannot be started: {error}; engine.python must be an interpreter that has vLLM"
-                ) from error
+            child = subprocess.Popen(
+                list(command),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         engine = identity(child.pid)
         assert engine is not None  # it stays there, dead or alive, until it is waited for
         return cls(engine, log=log, child=child, log_start=log_start)
