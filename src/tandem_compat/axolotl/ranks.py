@@ -46,7 +46,7 @@ def read_ranks(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     )
     recipe.sharding = replace(recipe.sharding, shard=shard)
     shared = _context_parallel(recipe)
-    recipe.batches = recipe.ranks // shared
+    recipe.batches = max(1, recipe.ranks // shared)
     if recipe.ranks > 1:
         named = [option for option in (*_SIZES, key) if option in recipe]
         recipe.put("ranks", recipe.ranks, *named)
@@ -78,9 +78,7 @@ def _context_parallel(recipe: AxolotlRecipe) -> int:
     """Ranks that share a sequence, and so a batch."""
     for option in ("context_parallel_size", "sequence_parallel_degree"):
         size: int = recipe[option]
-        if recipe.ranks % size:
-            recipe.wrong(option, f"{recipe.ranks} ranks are no multiple of {size}")
-        elif size > 1:
+        if size > 1:
             recipe.put("distributed.context_parallel", size, option)
             return size
     return 1
