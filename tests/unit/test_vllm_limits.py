@@ -76,7 +76,6 @@ def test_sampling_that_no_engine_does_is_refused(odd: dict[str, Any], says: str)
 @pytest.mark.parametrize(
     ("path", "content", "says"),
     [
-        ("/generate", {"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ("/generate", {"prompt": {"prompt_token_ids": [VOCABULARY]}}, "vocabulary"),
         ("/generate", b'{"prompt": "a", "temperature": NaN}', "malformed"),
         ("/generate", b'{"prompt": "a", "temperature": 1e999}', "out of range"),

@@ -110,8 +110,6 @@ class EngineLimits:
         self.prompt(prompt)
         self.tokens("stop_token_ids", request.stop_token_ids or ())
         self.length("max_tokens", request.max_tokens)
-        if request.min_tokens > request.max_tokens:
-            raise Refusal(400, f"min_tokens is {request.min_tokens}, above max_tokens: {request.max_tokens}")
 
     def prompt(self, tokens: Sequence[int]) -> None:
         """The same, of a prompt."""
