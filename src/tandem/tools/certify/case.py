@@ -151,8 +151,6 @@ def _own(
     live: CertifiedPolicy, known: Formula, prompt: Sequence[int], tokens: Sequence[int], temperature: float
 ) -> list[float]:
     """The policy's logprobs, by the formulas."""
-    if not tokens:
-        return []
     at, begins = range(len(prompt), len(prompt) + len(tokens)), (len(prompt),) * len(tokens)
     one = SampledSequence(ids=(*prompt, *tokens), at=tuple(at), begins=begins, temperature=temperature)
     return oracle.logprobs(live.exact, one, known).tolist()
