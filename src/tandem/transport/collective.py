@@ -114,8 +114,6 @@ class Member(Sender):
     def __init__(
         self, rendezvous: Rendezvous, rank: int, device: torch.device | str, *, who: str, server: Any = None
     ) -> None:
-        if not 0 <= rank < rendezvous.world:
-            raise ValueError(f"rank must be from 0 to {rendezvous.world - 1}, not {rank}")
         self.rendezvous, self.rank = rendezvous, rank
         device = torch.device(device)
         nccl = rendezvous.backend == "nccl"
