@@ -43,14 +43,10 @@ def create(path: Path, size: int, token: str) -> int:
     """A new file, with all its memory reserved and its lock held; the lock is how others see that we live.
 
     Raises:
-        TransportError: there is such a file already, no such folder, or too little memory.
+        OSError: there is such a file already, or no such folder.
+        TransportError: there is too little memory.
     """
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise TransportError(
-            f"{path} cannot be made ({error.strerror}); give a path in a folder that exists, at which there is no file"
-        ) from error
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)  # before it has a header, without which no file is taken for an orphan
     try:
         os.pwrite(lock, _header(token), 0)
@@ -165,7 +161,8 @@ def export_host(named: Mapping[str, Tensor], path: Path) -> ExportedTensors:
         path: a file that does not exist, best in ``SHARED_MEMORY``; only this user can open it.
 
     Raises:
-        TransportError: a tensor that cannot be lent, a file that exists, or too little memory.
+        OSError: the file exists.
+        TransportError: a tensor that cannot be lent, or too little memory.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     for name, tensor in named.items():
