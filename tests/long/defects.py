@@ -688,7 +688,8 @@ EDITED = (
         "tests/unit/test_report.py tests/unit/test_show.py"),
     edit("alarms are told at once and always", "tandem/observability/alarms.py", "if self.open or self.shown <",
         "if self.shown <", "tests/unit/test_alarms.py"),
-    edit("off policy is judged as on policy", "tandem/observability/alarms.py", "limit = 0.3 if off_policy else 0.05",
+    edit("off policy is judged as on policy", "tandem/observability/alarms.py",
+        "limit = 0.3 if history.off_policy else 0.05",
         "limit = 0.05", "tests/unit/test_alarms.py"),
 )  # fmt: skip
 DEFECTS = (

@@ -266,48 +266,34 @@ def _cut(history: MetricsHistory) -> str:
 
 
 def _zero_variance(history: MetricsHistory) -> str:
-    """Too many groups have zero variance, or many more than before, and the tasks are not solved."""
+    """Too many groups have zero variance, of at least 16, and the tasks are not solved."""
     now = history.now(EARLIER)
-    share, accuracy = _zero_variance_share(now), now.mean("accuracy") or 0.0
-    if share is None or accuracy >= SOLVED:
+    groups, accuracy = now.total(GROUPS), now.mean("accuracy") or 0.0
+    if groups < 16 or accuracy >= SOLVED:
+        return ""
+    share = now.total(ZERO_VARIANCE) / groups
+    if share <= 0.85:
         return ""
     figures = f"accuracy is {percent(accuracy)}, reward/std {number(now.mean('reward/std') or 0.0)}"
-    if share > 0.85:
-        return f"{percent(share)} of groups have zero variance ({now}; at most half is usual); {figures}"
-    for then in history.stagnant() if share >= 0.75 else ():
-        before = _zero_variance_share(then)
-        if before is not None and share - before >= 0.3:
-            seen = f"{percent(share)} of groups have zero variance ({now}), {percent(before)} at {then}"
-            return f"{seen}, {history.trend(then)}; {figures}"
-    return ""
+    return f"{percent(share)} of groups have zero variance ({now}; at most half is usual); {figures}"
 
 
-def _zero_variance_share(window: Window) -> float | None:
-    """Share of all environments' groups with zero variance; None for fewer than 16 groups."""
-    groups = window.total(GROUPS)
-    return window.total(ZERO_VARIANCE) / groups if groups >= 16 else None
-
-
-def _kl_behavior(*, off_policy: bool) -> Look:
+def _kl_behavior(history: MetricsHistory) -> str:
     """Sampler and trainer differ by more than is usual, or by ten times what they did."""
-    limit = 0.3 if off_policy else 0.05
-
-    def look(history: MetricsHistory) -> str:
-        now, recipe = history.now(), history.recipe
-        level = now.median("kl_behavior")
-        # Within a grammar the sampler's logprobs are those of what it allows, and differ from the policy's.
-        if level is None or option(recipe, "sampling.regex") or history.off_policy != off_policy:
-            return ""
-        seen = f"kl_behavior is {number(level)} nats per token ({now})"
-        if level > limit:
-            return f"{seen}; at max_lag: {recipe.get('max_lag')} at most {number(limit)} is usual"
-        for then in history.earlier():
-            before = then.median("kl_behavior")
-            if before is not None and level >= max(10 * before, 0.01):
-                return f"{seen}; {number(before)} at {then}"
+    limit = 0.3 if history.off_policy else 0.05
+    now, recipe = history.now(), history.recipe
+    level = now.median("kl_behavior")
+    # Within a grammar the sampler's logprobs are those of what it allows, and differ from the policy's.
+    if level is None or option(recipe, "sampling.regex"):
         return ""
-
-    return look
+    seen = f"kl_behavior is {number(level)} nats per token ({now})"
+    if level > limit:
+        return f"{seen}; at max_lag: {recipe.get('max_lag')} at most {number(limit)} is usual"
+    for then in history.earlier():
+        before = then.median("kl_behavior")
+        if before is not None and level >= max(10 * before, 0.01):
+            return f"{seen}; {number(before)} at {then}"
+    return ""
 
 
 def _failed(history: MetricsHistory) -> str:
@@ -376,14 +362,10 @@ PATTERNS: tuple[Pattern, ...] = (
                 f"where answers became alike (see the alarms entropy and length): {SLOWER}.",
     ),
     Pattern(
-        "kl_behavior", _kl_behavior(off_policy=False),
-        "Engine and trainer compute the same policy differently: another precision, kernel or template.",
-        f"tandem mismatch runs/NAME says where they differ. dtype=float32, or corrections: [token]; {SLOWER}.",
-    ),
-    Pattern(
-        "kl_behavior", _kl_behavior(off_policy=True),
-        "The training data are too far from the policy: too old, or the policy moves too fast for them.",
-        f"a smaller max_lag; {SLOWER}; corrections: [token], which bounds each token's weight.",
+        "kl_behavior", _kl_behavior,
+        "Engine and trainer compute differently (precision, kernel, template), or training data are too old.",
+        "tandem mismatch runs/NAME says where they differ. dtype=float32; a smaller max_lag; "
+                f"corrections: [token], which bounds each token's weight; {SLOWER}.",
     ),
     Pattern(
         "failures", _failed,
