@@ -26,8 +26,6 @@ PLACES: Mapping[str, tuple[int, float]] = {
     "513 on": (513, math.inf),
 }
 """Places in a turn, from 1."""
-END = 4
-"""Last tokens of a turn that are shown by themselves too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +59,7 @@ class Mismatch:
     kl: float
     """KL(engine || trainer), estimated by k3."""
     table: tuple[GapCell, ...]
-    """Of all tokens, and by version and by place in the turn; the row of a turn's last tokens overlaps the others."""
+    """Of all tokens, and by version and by place in the turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +70,6 @@ class SampledToken:
     """Policy version stamped on it."""
     place: int
     """Place in the turn, from 1."""
-    left: int
-    """Tokens of the turn from this one on."""
     gap: float
     """Trainer's logprob minus the engine's."""
 
@@ -154,7 +150,7 @@ def sampled_tokens(row: Row) -> Iterator[SampledToken]:
     for length in row["turns"]:
         for place in range(1, length + 1):
             token = next(tokens)
-            yield SampledToken(next(versions), place, length - place + 1, token["tp"] - token["lp"])
+            yield SampledToken(next(versions), place, token["tp"] - token["lp"])
 
 
 def _table(tokens: Sequence[SampledToken]) -> Iterator[GapCell]:
@@ -165,11 +161,10 @@ def _table(tokens: Sequence[SampledToken]) -> Iterator[GapCell]:
         for where, (first, last) in PLACES.items():
             if gaps := [token.gap for token in of_version if first <= token.place <= last]:
                 yield _cell(version, where, gaps)
-        yield _cell(version, f"last {END}", [token.gap for token in of_version if token.left <= END])
 
 
 def _cell(version: int | None, where: str, gaps: Sequence[float]) -> GapCell:
-    mean = math.fsum(gaps) / len(gaps) if gaps else 0.0
-    rms = math.sqrt(math.fsum(gap * gap for gap in gaps) / len(gaps)) if gaps else 0.0
-    widest = max(map(abs, gaps), default=0.0)
+    mean = math.fsum(gaps) / len(gaps)
+    rms = math.sqrt(math.fsum(gap * gap for gap in gaps) / len(gaps))
+    widest = max(map(abs, gaps))
     return GapCell(version=version, where=where, tokens=len(gaps), mean=mean, rms=rms, max=widest)
