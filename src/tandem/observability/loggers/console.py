@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import io
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +21,5 @@ class Console(MetricsLogger):
 
         from tandem.observability.loggers._terminal import LiveWriter, PlainWriter
 
-        if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
-            sys.stdout.reconfigure(errors="replace")  # answers hold any letter
         terminal = Terminal(force_terminal=True if self.live == "always" else None)
         return LiveWriter(info, terminal) if self.live != "never" and terminal.is_interactive else PlainWriter(info)
