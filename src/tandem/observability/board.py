@@ -34,15 +34,11 @@ def event_lines(name: str, fields: Mapping[str, Json]) -> list[str]:
     """An event for people; no lines for those that come too often."""
     if name == "alarm":
         return alarm_lines(fields)
-    if name == "alarm_over":
-        return [f"alarm {fields['alarm']} is over at step {fields['step']}"]
     if name == "completions":
         head = f"answer at step {fields['step']}"
         return [line for sample in fields["samples"] for line in answer_lines(sample, head)]
     if name == "groups_dropped":
         return dropped_lines(fields)
-    if name == "resumed":
-        return [f"resumed from step {fields['step']}"]
     if name == "wait":
         gave_up = f"{fields['owner']} gave up on {fields['on']} ({fields['reason']})"
         return [f"{gave_up} after {duration(fields['seconds'])}"]
