@@ -188,10 +188,8 @@ class Telemetry:
                 text = "%s in %s cannot be written (%s); training goes on; free disk space or repair the folder"
                 logger.error(text, what, self.info.folder, error)
             self._lost.add(what)
-            return
-        if what in self._lost:
+        else:
             self._lost.discard(what)
-            logger.error("%s can be written again; what happened meanwhile is missing there", what)
 
     def _to_loggers(self, call: Callable[[Writer], None]) -> None:
         """Call every writer; one that raises is warned of and dropped."""
