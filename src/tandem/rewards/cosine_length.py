@@ -37,9 +37,6 @@ class CosineLength(Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("right_short", "right_long", "wrong_short", "wrong_long"):
-            if not math.isfinite(getattr(self, name)):
-                raise ConfigError(f"{name} must be finite, got {getattr(self, name)}")
         if isinstance(self.accuracy, GroupReward) or self.accuracy.alone:
             raise ConfigError("accuracy must be a reward of one rollout, and one that needs no process of its own")
 

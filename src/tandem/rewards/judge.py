@@ -329,5 +329,4 @@ def _pattern_problem(pattern: str, least: int) -> str | None:
         groups = re.compile(pattern).groups
     except re.error as error:
         return f"pattern {pattern!r} is no regular expression: {error}"
-    needed = "a group (in brackets) around the score" if least == 1 else "groups around a reply's number and its score"
-    return None if groups >= least else f"pattern {pattern!r} must have {needed}"
+    return None if groups >= least else f"pattern {pattern!r} must have {least} groups, the last around the score"

@@ -81,11 +81,8 @@ def loaded(name: str, label: int | None, device: str, dtype: str) -> Classifier:
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # its head looks for the last token before
     model.config.pad_token_id = tokenizer.pad_token_id
     outputs: int = model.config.num_labels
-    if label is None and outputs > 1:
-        named = ", ".join(str(model.config.id2label.get(i, i)) for i in range(outputs))
-        raise RewardError(f"reward model {name} has {outputs} outputs ({named}); give the option label, from 0")
-    if label is not None and label >= outputs:
-        raise RewardError(f"reward model {name} has {outputs} outputs, so label must be below {outputs}, got {label}")
+    if (label or 0) >= outputs or (label is None and outputs > 1):
+        raise RewardError(f"reward model {name} has {outputs} outputs; give the option label, from 0, not {label}")
     return Classifier(name, model, tokenizer, label or 0, where)
 
 
