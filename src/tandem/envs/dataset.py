@@ -43,10 +43,6 @@ class Dataset(DataSource, Environment):
     """``pkg.mod:fn`` that takes a row's columns and returns them changed, or None to leave the row out."""
 
     def __post_init__(self) -> None:
-        if not self.prompt:
-            raise ConfigError("prompt must name a column or be a text with {column} in it, got an empty text")
-        if _PLACE.search(self.prompt) and not self._columns:
-            raise ConfigError(f"prompt {self.prompt!r} names no column: write {{column}} where one is to be filled in")
         if self.system and not self.chat:
             raise ConfigError("system needs a chat; with chat: false write it into the prompt")
         super().__post_init__()
@@ -123,10 +119,8 @@ class Dataset(DataSource, Environment):
 def message(item: Json, row: DataRow, column: str) -> Message:
     """A message with all that the chat template may read; in a table a field that a message lacks is null."""
     expected = f"{row.where}: column {column!r} should be a list of messages, each with role and content (text)"
-    if not isinstance(item, dict):
-        raise EnvError(f"{expected}, got {str(item)[:80]!r}")
-    if item.get("role") not in _ROLES:
-        raise EnvError(f"{expected}; role must be one of {', '.join(_ROLES)}, got {item.get('role')!r}")
+    if not isinstance(item, dict) or item.get("role") not in _ROLES:
+        raise EnvError(f"{expected}; role must be one of {', '.join(_ROLES)}, got {str(item)[:80]!r}")
     content = item.get("content")
     fields = {name: value for name, value in item.items() if name not in ("role", "content") and value is not None}
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):

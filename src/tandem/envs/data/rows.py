@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from tandem import clone, hub, types
 from tandem.envs.base import Split
 from tandem.envs.data.split import split_of
-from tandem.errors import ConfigError, EnvError, bounded, check_bounds
+from tandem.errors import EnvError, bounded, check_bounds
 from tandem.importing import library
 from tandem.types import Json
 
@@ -62,8 +62,7 @@ class DataRow:
         try:
             return types.column(self.columns, column)
         except KeyError:
-            has = ", ".join(_names(self.columns)) or "no columns"
-            raise EnvError(f"{self.where}: no column {column!r}; the row has: {has}") from None
+            raise EnvError(f"{self.where}: no column {column!r}; the row has: {', '.join(self.columns)}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +85,6 @@ class DataSource:
     """Rows that are read, the first of them, before some are held out; none: all."""
 
     def __post_init__(self) -> None:
-        if not self.path.strip():
-            raise ConfigError("path must name a local file or a data set on the hub, got an empty text")
         check_bounds(self)
 
     @property
@@ -278,14 +275,6 @@ def _plain(value: Any) -> Json:
 
 def _looks_local(path: str) -> bool:
     return Path(path).suffix.lower() in _READERS or path.startswith((".", "/", "~")) or path.count("/") > 1
-
-
-def _names(columns: Mapping[str, Json]) -> Iterator[str]:
-    """Names of columns, each followed by those within it."""
-    for name, value in columns.items():
-        yield name
-        if isinstance(value, Mapping):
-            yield from (f"{name}.{inner}" for inner in value)
 
 
 def _first_line(error: Exception) -> str:
