@@ -71,10 +71,9 @@ def test_arithmetic_worked_examples_are_turns_and_are_not_posed() -> None:
     [
         ({"operators": ("/",)}, "operators must be"),
         ({"operators": ()}, "operators must be"),
-        ({"operators": ("+", "+")}, "operators must be"),
         ({"min_number": 5, "max_number": 4}, "min_number must be"),
         ({"terms": 1}, "terms must be"),
-        ({"terms": 10**30}, "terms must be from 2 to 60"),
+        ({"terms": 10**30}, "terms must be at least 2 and at most 60"),
         ({"prompt": "What?"}, "prompt must contain"),
         ({"test_share": 1.0}, "test_share must be"),
         ({"size": 0}, "size must be"),
@@ -176,8 +175,8 @@ def test_gym_chain_sum_gives_every_question_once() -> None:
 
 
 @pytest.mark.slow
-def test_gym_unknown_task_is_guessed() -> None:
-    with pytest.raises(EnvError, match=r"no task 'chain_sun'; did you mean 'chain_sum'"):
+def test_gym_unknown_task_is_told_with_those_there_are() -> None:
+    with pytest.raises(EnvError, match=r"no task 'chain_sun'; it has: .*chain_sum"):
         ReasoningGym(task="chain_sun").tasks("train")
 
 

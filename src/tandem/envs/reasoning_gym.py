@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +13,6 @@ from tandem.envs.data.split import Tasks, digest, opening, some, split_of
 from tandem.errors import ConfigError, EnvError, bounded, message_of
 from tandem.importing import library
 from tandem.types import Json, Task
-
-logger = logging.getLogger(__name__)
 
 _GIVE_UP_AFTER = 500
 """Repeated questions in a row after which the task has no more."""
@@ -70,8 +66,6 @@ class ReasoningGym(Environment):
             entries.setdefault(entry["question"], entry)
             if len(entries) == self.size or vain == _GIVE_UP_AFTER:
                 break
-        if len(entries) < self.size:
-            logger.info("%s has %d different questions, fewer than size %d", self.task, len(entries), self.size)
         return list(entries.values())
 
     def _task(self, entry: dict[str, Any]) -> Task:
@@ -102,9 +96,7 @@ def _create(name: str, config: Mapping[str, Json], seed: int, size: int) -> Any:
     finally:
         random.setstate(state)  # some of its modules draw while they are imported
     if name not in (known := factory.DATASETS):
-        close = difflib.get_close_matches(name, list(known), n=3)
-        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-        raise EnvError(f"reasoning-gym has no task {name!r}{hint}; it has: {', '.join(sorted(known))}")
+        raise EnvError(f"reasoning-gym has no task {name!r}; it has: {', '.join(sorted(known))}")
     try:
         return factory.create_dataset(name, **{**config, "seed": seed, "size": size})
     except Exception as error:  # each task validates in its own way, mostly by assert; the message carries it
