@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from aiohttp.http_exceptions import HttpProcessingError
+
 from tandem.errors import ConfigError
 from tandem_broker.journal import Ledger
 from tandem_broker.queue.records import StoreOptions
@@ -46,6 +48,7 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
         BrokerError: the address or the folder cannot be had.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("aiohttp.server").addFilter(_is_ours)
     trainer, environments = _keys()
 
     async def serve() -> None:
@@ -66,6 +69,11 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(serve())
     tell("ended")
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """False for the trace of a request that was no HTTP: it is answered with 400, and is its sender's affair."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _keys() -> tuple[str, str]:
