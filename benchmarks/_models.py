@@ -113,6 +113,7 @@ SHAPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
         "vocab_size": 201088,
+        "max_position_embeddings": 131072,  # the factor times the original ones
         "tie_word_embeddings": False,
     },
     "qwen3.5-2b": {  # in qwen3_next's words, whose text model vLLM has by itself if a layer is of experts
@@ -133,7 +134,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1024,
         "shared_expert_intermediate_size": 1024,
         "vocab_size": 248320,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,  # Qwen3.5's are, but vLLM 0.26 leaves the head of a qwen3_next zero then
     },
 }
 """From the published configurations; without a model type Qwen2's, or Qwen3's where heads have a size of their own."""
@@ -199,9 +200,9 @@ def model_config(shape: str) -> Any:
         **{
             "model_type": kind,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "max_position_embeddings": CONTEXT,
             **SHAPES[shape],
         },
-        max_position_embeddings=CONTEXT,
         initializer_range=0.1 if shape == "tiny" else 0.02,
         bos_token_id=special.bos_token_id,
         eos_token_id=special.eos_token_id,
