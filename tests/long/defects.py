@@ -484,6 +484,13 @@ EDITED = (
         FAMILY_TESTS,
     ),
     edit(
+        "an answer continues another group's prompt",
+        "tandem/model/unfolded.py",
+        "[[of[i] for i in order]]",
+        "[list(of)]",
+        FAMILY_TESTS,
+    ),
+    edit(
         "a layer's code asks which layer it is of",
         "tandem/model/unfolded.py",
         "return kind, state_idx",

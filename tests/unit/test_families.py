@@ -217,8 +217,9 @@ def test_what_shares_exactly_does_and_the_rest_is_plain(name: str, way: str) -> 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe_text", "gpt_oss", "lfm2"])
 def test_a_prefix_is_computed_once_and_its_layers_again_where_they_keep_nothing(name: str) -> None:
-    """Two groups, of which one has a turn that is not shared, and a sequence alone."""
-    lengths, parents = (20, 5, 9, 3, 4, 1, 6, 12), (None, 0, 0, None, 3, 3, 1, None)
+    """Three groups, two with like prompts, of which one has a turn that is not shared, and a sequence alone."""
+    lengths = (20, 5, 9, 3, 4, 1, 6, 12, 18, 7, 12)
+    parents = (None, 0, 0, None, 3, 3, 1, None, None, 8, 8)
     plan, computed, results = Packed(lengths=lengths, parents=parents), [], []
     tokens, positions = torch.randint(3, 90, (1, sum(lengths))), torch.as_tensor(sequential_positions(plan))[None]
     model = model_of(name)
@@ -232,8 +233,9 @@ def test_a_prefix_is_computed_once_and_its_layers_again_where_they_keep_nothing(
         hidden.double().pow(2).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         results.append((hidden.detach(), gradient))
+        # Like prompts are computed to the end of the shorter one; the longer one's end goes with each of its answers.
         # Of like rows each is as long as the longest of them, and none is of one token.
-        assert computed == ([5 * 31] if at_once else [20, 2 * 11, 3, 4, 2, 12])
+        assert computed == ([7 * 31] if at_once else [2 * 18, 4 * 13, 3, 4, 2, 12])
     for other in results[1:]:
         for values, expected in zip(other, results[0], strict=True):
             assert (values - expected).norm() <= 1e-5 * expected.norm()

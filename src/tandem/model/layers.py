@@ -115,7 +115,7 @@ class _Way:
             self._prefixed = _Way(prefixed(self._eager), self._compile, self._checkpointing, self._backend)
         left, options = cache.of(layer), {key: value for key, value in kwargs.items() if key != name}
         # A layer that is computed again is given what it was given first, and that is nothing yet.
-        prefix = name, left if cache.copies else {}, cache.length, cache.copies
+        prefix = name, {} if cache.of_BR is None else left, cache.length, cache.of_BR
         out, new = self._prefixed(layer, hidden, *args, prefix=prefix, **options)
         left.update(new)
         return out

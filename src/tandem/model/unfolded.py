@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -33,6 +33,17 @@ Places = NDArray[np.int64]
 """Where tokens stand in the packed row."""
 
 
+class _Shared(NamedTuple):
+    """What sequences begin with in common, and how each goes on."""
+
+    root: Places
+    rests: list[Places]
+
+    def computed(self, prefix: int) -> int:
+        """Tokens that are computed where this much of the root is once, and what follows it with each rest."""
+        return prefix + sum(len(self.root) - prefix + len(rest) for rest in self.rests)
+
+
 def hidden(model: nn.Module, tokens_T: Tensor, plan: Packed, experts: Routing | None, *, at_once: bool) -> Tensor:
     """Last hidden states of a packed row, (T, hidden size); of a token that is computed several times the first.
 
@@ -44,17 +55,36 @@ def hidden(model: nn.Module, tokens_T: Tensor, plan: Packed, experts: Routing | 
     for leaf in sorted(set(range(len(segments))) - set(plan.parents)):
         chain = (*plan.ancestors(leaf), leaf)
         of_root.setdefault(chain[0], []).append(chain)
-    passes, alone = _Passes(model, tokens_T, plan, experts), list[Places]()
+    passes, alone, shared = _Passes(model, tokens_T, plan, experts), list[Places](), list[_Shared]()
     for root, chains in of_root.items():
         if at_once or len(chains) == 1 or plan.lengths[root] < _LEAST:
             alone += [np.concatenate([segments[i] for i in chain]) for chain in chains]
-            continue
-        cache = PrefixCache()
-        passes.run([segments[root]], cache)
-        rest = [np.concatenate([segments[i] for i in chain[1:]]) for chain in chains]
-        passes.run(rest, cache, prefix=plan.lengths[root])
+        else:
+            shared.append(_Shared(segments[root], [np.concatenate([segments[i] for i in c[1:]]) for c in chains]))
+    for together in _alike(shared):
+        prefix, cache = min(len(each.root) for each in together), PrefixCache()
+        passes.run([each.root[:prefix] for each in together], cache)
+        rests = [np.concatenate([each.root[prefix:], rest]) for each in together for rest in each.rests]
+        passes.run(rests, cache, prefix, of=[i for i, each in enumerate(together) for _ in each.rests])
     passes.run(alone, most_padded=math.inf if at_once else _MOST_PADDED)
     return passes.hidden()
+
+
+def _alike(shared: list[_Shared]) -> Iterator[list[_Shared]]:
+    """Those whose roots are about as long, which are computed together: few large passes are faster than many small.
+
+    The longer roots' ends are computed with each of their rests, which is right in every model; padding would not be.
+    """
+    together: list[_Shared] = []
+    for each in sorted(shared, key=lambda one: len(one.root), reverse=True):
+        more, prefix = [*together, each], len(each.root)
+        least = sum(one.computed(len(one.root)) for one in more)
+        if together and sum(one.computed(prefix) for one in more) > _MOST_PADDED * least:
+            yield together
+            more = [each]
+        together = more
+    if together:
+        yield together
 
 
 class _Passes:
@@ -74,12 +104,23 @@ class _Passes:
         self,
         rows: list[Places],
         cache: PrefixCache | None = None,
-        *,
         prefix: int = 0,
+        *,
+        of: Sequence[int] = (),
         most_padded: float = _MOST_PADDED,
     ) -> None:
-        """Compute them in batches of like lengths, which write ``cache``, or continue a prefix of so many tokens."""
-        rows, start = sorted(rows, key=len, reverse=True), 0
+        """Compute them in batches of like lengths, which write ``cache``, or continue what it has.
+
+        Args:
+            rows: the sequences.
+            cache: of prefixes.
+            prefix: tokens of each prefix that is continued.
+            of: which prefix each row continues; none: the rows are prefixes, of one length.
+            most_padded: tokens of a batch, padding included, in those of its sequences.
+        """
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
+        rows, start = [rows[i] for i in order], 0
+        of_BR = np.eye(max(of) + 1, dtype=np.float32)[[of[i] for i in order]] if of else None
         while start < len(rows):
             end, longest = start + 1, max(_LEAST, len(rows[start]))
             while end < len(rows) and longest * (end + 1 - start) <= most_padded * sum(map(len, rows[start : end + 1])):
@@ -91,7 +132,10 @@ class _Passes:
                 self._where_T[row[new]] = self._computed + i * longest + np.flatnonzero(new)
             options: dict[str, Any] = {}
             if cache is not None:
-                options[self._cache_name] = cache.continued(prefix, end - start) if prefix else cache
+                options[self._cache_name] = cache
+                if of_BR is not None:
+                    rows_of_BR = moved(of_BR[start:end], self._tokens_T.device)
+                    options[self._cache_name] = cache.continued(prefix, rows_of_BR)
                 if self._has_positions:  # some models count from 0 if they are not told
                     options["position_ids"] = torch.arange(prefix, prefix + longest, device=self._tokens_T.device)[None]
             self._pass(batch_BL, options)
@@ -116,18 +160,18 @@ class _Passes:
 class PrefixCache(Cache):
     """Written by the pass of a prefix; ``continued`` is what the passes of its continuations read.
 
-    Keys and values are (B, K, L, D), windows of convolutions (B, C, width), states of recurrences (B, ...).
+    Of R prefixes of one length: keys and values (R, K, L, D), windows of convolutions (R, C, width), states (R, ...).
     """
 
-    def __init__(self, left: Left | None = None, length: int = 0, copies: int = 0) -> None:
+    def __init__(self, left: Left | None = None, length: int = 0, of_BR: Tensor | None = None) -> None:
         super().__init__(layers=[])
         self.left: Left = {} if left is None else left
-        self.length, self.copies = length, copies
+        self.length, self.of_BR = length, of_BR
         self._of_layer: dict[nn.Module, Left] = {}
 
-    def continued(self, length: int, copies: int) -> Self:
-        """The same of a prefix of ``length`` tokens, for a batch of so many continuations."""
-        reader = type(self)(self.left, length, copies)
+    def continued(self, length: int, of_BR: Tensor) -> Self:
+        """The same of prefixes of ``length`` tokens, for a batch of continuations: 1 at the prefix that each is of."""
+        reader = type(self)(self.left, length, of_BR)
         reader._of_layer = self._of_layer
         return reader
 
@@ -139,13 +183,15 @@ class PrefixCache(Cache):
         return kind, layer_idx, state_idx
 
     def _read(self, kind: str, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        if not self.copies:
+        if self.of_BR is None:
             return None
         left = self.left[self._key(kind, layer_idx, state_idx)]
-        return left.expand(self.copies, *left.shape[1:])
+        # A product, whose backward pass adds up the continuations' gradients in one order.
+        rows: Tensor = (self.of_BR.to(left.dtype) @ left.flatten(1)).unflatten(1, left.shape[1:])
+        return rows
 
     def _write(self, left: Tensor, kind: str, layer_idx: int, state_idx: int = 0) -> None:
-        if not self.copies:
+        if self.of_BR is None:
             self.left.setdefault(self._key(kind, layer_idx, state_idx), left)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
@@ -184,7 +230,7 @@ class PrefixCache(Cache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether something came before."""
-        return bool(self.copies)
+        return self.of_BR is not None
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """True: no layer may write into the window that it reads."""
@@ -209,15 +255,15 @@ class LayerPrefix(PrefixCache):
 def prefixed(forward: Callable[..., Any]) -> Callable[..., tuple[Any, Left]]:
     """A layer's forward by values alone, as a compiler wants it: what a prefix left comes in, or what is left goes out.
 
-    ``prefix`` is the name of the cache's argument, what was left, tokens of the prefix, and how many continue it.
+    ``prefix`` is the name of the cache's argument, what was left, tokens of a prefix, and which one each row continues.
     """
 
     def run(
-        layer: nn.Module, hidden: Tensor, *args: Any, prefix: tuple[str, Left, int, int], **options: Any
+        layer: nn.Module, hidden: Tensor, *args: Any, prefix: tuple[str, Left, int, Tensor | None], **options: Any
     ) -> tuple[Any, Left]:
-        name, left, length, copies = prefix
-        cache = LayerPrefix(dict(left), length, copies)  # what came in stays so: it may be computed again
+        name, left, length, of_BR = prefix
+        cache = LayerPrefix(dict(left), length, of_BR)  # what came in stays so: it may be computed again
         out = forward(layer, hidden, *args, **{name: cache}, **options)
-        return out, {} if copies else cache.left
+        return out, cache.left if of_BR is None else {}
 
     return run
