@@ -24,6 +24,8 @@ from tandem.model.routing import Routing
 
 _MOST_PADDED = 1.25
 """Tokens of a batch, padding included, in those of its sequences."""
+_MOST_AGAIN = 1.1
+"""Tokens that are computed where prompts are computed together, in those where each is alone."""
 _LEAST = 2
 """Tokens of a batch's rows: kernels take a row of one for decoding, which has no backward pass."""
 
@@ -79,7 +81,7 @@ def _alike(shared: list[_Shared]) -> Iterator[list[_Shared]]:
     for each in sorted(shared, key=lambda one: len(one.root), reverse=True):
         more, prefix = [*together, each], len(each.root)
         least = sum(one.computed(len(one.root)) for one in more)
-        if together and sum(one.computed(prefix) for one in more) > _MOST_PADDED * least:
+        if together and sum(one.computed(prefix) for one in more) > _MOST_AGAIN * least:
             yield together
             more = [each]
         together = more
