@@ -300,8 +300,8 @@ def test_one_code_for_all_layers_that_read_what_a_prefix_left(name: str, how: An
     torch.manual_seed(0)
     config = config_of(name)
     model: Any = packing.causal_class(config).from_config(config, **packing.attention(config, "auto"))
-    plan = Packed(lengths=(6, 4, 5, 7), parents=(None, 0, 0, None))
-    tokens, places = torch.arange(5, 27)[None], torch.from_numpy(sequential_positions(plan))[None]
+    plan = Packed(lengths=(6, 4, 5, 7, 6, 3, 4), parents=(None, 0, 0, None, None, 4, 4))
+    tokens, places = torch.arange(5, 40)[None], torch.from_numpy(sequential_positions(plan))[None]
 
     def passed(some: list[nn.Module], **options: Any) -> list[Tensor]:
         torch._dynamo.reset()
