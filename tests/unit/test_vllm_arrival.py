@@ -166,6 +166,7 @@ def test_one_that_comes_late_is_waited_for(caplog: pytest.LogCaptureFixture) -> 
 
     run(go())
     assert caplog.text.count("is it running? Start one by: tandem serve engine RECIPE; it is waited for") == 1
+    assert f"engine http://127.0.0.1:{port} answers" in caplog.text
 
 
 def test_one_that_is_there_is_not_talked_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -150,7 +150,10 @@ class Fleet:
                     log.warning("%s; it is waited for", message)
                     warned = True
                 await asyncio.sleep(LOOK_SECONDS)
-        return servers[errors.index(None)]
+        server = servers[errors.index(None)]
+        if warned:
+            log.warning("%s answers", server.name)
+        return server
 
     async def _reattach(self, launch: Launch, index: int) -> bool:
         """Go on with an engine that an earlier trainer of this run left behind, if it still answers."""
