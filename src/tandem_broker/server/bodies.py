@@ -26,11 +26,12 @@ MESSAGE_BYTES = 1 << 16
 class RequestRejected(Exception):
     """Ends a request with an error status."""
 
-    def __init__(self, status: int, text: str, *, retry_after: float | None = None) -> None:
-        """``text`` is the reason, as JSON ``{"detail": text}``."""
+    def __init__(self, status: int, text: str, *, plain: bool = False, retry_after: float | None = None) -> None:
+        """``text`` is the reason, as JSON ``{"detail": text}`` unless it is ``plain``."""
         super().__init__(text)
         self.status = status
         self.text = text
+        self.plain = plain
         self.retry_after = retry_after
 
     def response(self) -> web.Response:
@@ -38,6 +39,8 @@ class RequestRejected(Exception):
         headers = {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.plain:
+            return web.Response(status=self.status, text=self.text, headers=headers)
         body = json.dumps({"detail": self.text}).encode()
         return web.Response(status=self.status, body=body, content_type="application/json", headers=headers)
 
@@ -128,7 +131,7 @@ class Bodies:
         if len(inflated) > most:
             raise RequestRejected(413, f"the body inflates to more than {most} bytes")
         if not stream.eof or stream.unused_data.strip(b"\0"):
-            raise RequestRejected(400, "Invalid gzip payload")
+            raise RequestRejected(400, "Invalid gzip payload", plain=True)  # in the words that Atropos' clients know
         return inflated
 
 
