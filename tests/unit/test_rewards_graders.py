@@ -75,7 +75,7 @@ def by_text(rollout):
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(61.5,)).start()
     if reply == "print":
         print("to stdout"); sys.stdout.flush(); os.write(1, b"raw bytes\\n"); sys.stdin.read(); return 1
-    if reply == "large": return -1e308
+    if reply in ("whole", "large"): return {"whole": 10**5000, "large": -1e308}[reply]
     return {"nan": float("nan"), "inf": float("inf"), "text": "7", "list": [1.0], "bool": True}.get(reply, 1.0)
 def numpy(rollout):
     import numpy as np
@@ -241,6 +241,11 @@ def _children() -> set[int]:
         ("text", "bad_value", "reward 'f' returned '7' (str); expected a number from -1e18 to 1e18, or None"),
         ("list", "bad_value", "reward 'f' returned '[1.0]' (list); expected a number from -1e18 to 1e18, or None"),
         ("large", "bad_value", "reward 'f' returned -1e+308; expected a number from -1e18 to 1e18, or None"),
+        (
+            "whole",
+            "bad_value",
+            "reward 'f' returned a whole number of 16610 bits; expected a number from -1e18 to 1e18, or None",
+        ),
     ],
 )
 def test_failure_costs_one_rollout(tmp_path: Path, bad: str, reason: str, message: str) -> None:

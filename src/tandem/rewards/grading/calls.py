@@ -242,4 +242,6 @@ def _bad(text: str) -> Failure:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, int) and abs(value) > _MOST:
+        return f"a whole number of {value.bit_length()} bits"  # whose digits would take long to write, or are refused
     return f"{str(value)[:60]!r} ({type(value).__name__})" if not isinstance(value, float) else str(value)

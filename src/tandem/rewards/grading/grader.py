@@ -90,11 +90,19 @@ class _Grader:
     """Of the whole run."""
     wire: BinaryIO
     """Where answers go."""
+    process: int
+    """Process id, which is another in a child that a reward forked."""
 
     def serve(self, job: bytes) -> None:
         """Make the calls of a job: batches in order; a batch is one call, or several async ones side by side."""
         batches, packed = pickle.loads(job)
-        rollouts: Sequence[Rollout] = pickle.loads(packed)
+        try:
+            rollouts: Sequence[Rollout] = pickle.loads(packed)
+        except Exception as error:  # a task may carry objects of a module that cannot be imported here
+            lost = Failure("raised", f"could not be given the rollouts: {message_of(error)}")
+            for call in (call for batch in batches for call in batch):
+                self._give(call, Outcome([lost] * len(call.rows)))
+            return
         for batch in batches:
             if self.rewards[batch[0].name].is_async:
                 _runner().run(self._side_by_side(batch, rollouts))
@@ -102,8 +110,15 @@ class _Grader:
                 self._give(batch[0], self._outcome(batch[0], rollouts))
 
     def _give(self, call: RewardCall, outcome: Outcome) -> None:
-        """Write an answer; a child that a reward forked has not the pipe, and ends here."""
-        self.wire.write(msgspec.json.encode((call.number, outcome)) + b"\n")
+        """Write an answer. A forked child that returns from the reward ends here: the answer is its parent's."""
+        if os.getpid() != self.process:
+            os._exit(0)
+        try:
+            line = msgspec.json.encode((call.number, outcome))
+        except Exception as error:  # a verdict or a metric of the user's that no message can carry
+            lost = Failure("bad_value", f"returned what cannot be sent to the trainer: {type(error).__name__}")
+            line = msgspec.json.encode((call.number, Outcome([lost] * len(call.rows))))
+        self.wire.write(line + b"\n")
         self.wire.flush()
 
     def _outcome(self, call: RewardCall, rollouts: Sequence[Rollout]) -> Outcome:
@@ -161,7 +176,7 @@ def main() -> None:
     wire_out.write(msgspec.json.encode(abilities) + b"\n")
     wire_out.flush()
     gc.freeze()  # a library of symbols is half a million objects; looking through them takes longer than a group
-    grader = _Grader(rewards, order.steps, wire_out)
+    grader = _Grader(rewards, order.steps, wire_out, os.getpid())
     while (job := jobs.get()) is not None:
         grader.serve(job)
 
