@@ -60,8 +60,14 @@ def put_optimizer(reader: Reader, optim: str, scheduler: str, lr: float | None, 
             reader.put("optimizer.decay_steps", reader.per_step(value), "lr_scheduler_kwargs")
         elif name != "min_lr" or lr:
             reader.put(ratio, value / lr if name == "min_lr" and lr else value, "lr_scheduler_kwargs")
+    if "min_lr" in kwargs and "min_lr_rate" in kwargs:
+        wrong.append("give min_lr or min_lr_rate, not both")
+    if schedule == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
+        wrong.append("warmup_stable_decay needs num_decay_steps")
+    if reader[scheduler].endswith("_with_min_lr") and not {"min_lr", "min_lr_rate"} & set(kwargs):
+        wrong.append(f"{reader[scheduler]} needs min_lr or min_lr_rate")
     for why in wrong:
-        reader.wrong("lr_scheduler_kwargs", why)
+        reader.wrong("lr_scheduler_kwargs" if kwargs else scheduler, why)
 
 
 def put_warmup(reader: Reader, steps: int) -> None:
