@@ -32,6 +32,9 @@ def test_gzip_in(size: int) -> None:
             assert (await client.post("/scored_data", zipped, Content_Encoding=name)).json == {"status": "received"}
             batch = (await client.get("/batch")).json["batch"]
             assert batch[0]["images"] == "x" * size
+        broken = await client.post("/scored_data", zipped[:-9], Content_Encoding="gzip")
+        assert (broken.status, broken.body) == (400, b"Invalid gzip payload")
+        assert broken.headers["Content-Type"].startswith("text/plain")
 
     play(scene, bodies=small(inflation=10_000))
 
