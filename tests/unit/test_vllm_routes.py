@@ -817,6 +817,22 @@ def test_a_receiver_takes_what_was_announced(form: str) -> None:
     run(body)
 
 
+def test_what_was_received_is_sampled_from_at_once_and_given_out_once_it_is_proven() -> None:
+    async def body(c: Client) -> None:
+        c.vllm.answers["tandem_connection"] = [{"state": "connected", "reason": ""}]
+        for step in (1, 2):
+            await c.post("/bridge/pause")
+            await c.post("/nccl/receive", {"manifest": [["w", [1], "float32"]], "prove": True})
+            assert (await c.get("/health")).json["state"] == "proving"
+            assert (await c.post("/bridge/resume")).status == 409
+            await c.post("/bridge/stamp", {"step": step})
+            assert (await c.post("/bridge/resume")).json["state"] == "serving"
+        methods = [method for method, _ in c.vllm.calls]
+        assert [methods.count(name) for name in ("tandem_connection", "tandem_receive")] == [1, 2]
+
+    run(body)
+
+
 def test_a_publish_that_breaks_off_stops_the_engine() -> None:
     async def body(c: Client) -> None:
         c.vllm.answers["tandem_receive"] = RuntimeError("peer closed the connection")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -61,6 +62,8 @@ class Compute(WorkerThread):
     def __init__(self, threads: int = 0):
         self.threads = threads or cores()
         keep_few_kernels()
+        # Of 5 ms, by default, for which the event loop waits while this thread is in Python, engines stand still.
+        sys.setswitchinterval(0.001)
         super().__init__("compute", actor="trainer", initializer=self._begin)
 
     def _begin(self) -> None:

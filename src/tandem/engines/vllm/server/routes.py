@@ -149,6 +149,7 @@ class _Live:
         self.stock = Stock(app, self.frontend)
         self.adapters = Adapters(self.frontend, state)
         self._announced: list[wire.Entry] = []
+        self._connected = False
         self.sleep_level = 0
         """How deep the engine sleeps; 0: it is awake."""
         self.many = ManyAnswers(self.frontend, self.adapters, self.limits)
@@ -338,7 +339,7 @@ class _Live:
             raise Refusal(400, f"init_method must be tcp://host:port of rank 0, not {request.init_method!r}")
         meeting = {"host": place.hostname, "port": place.port, "world": request.world_size}
         meeting |= {"backend": request.backend, "name": request.name, "seconds": request.seconds}
-        self._announced = _entries(bytes(request.param_metadata))
+        self._announced, self._connected = _entries(bytes(request.param_metadata)), False
         await self.frontend.rpc("tandem_connect", json.dumps(meeting), request.first_rank)
         return await self.connection()
 
@@ -352,6 +353,7 @@ class _Live:
 
     async def stop_receiver(self, _: None) -> Any:
         """POST /nccl/stop_receiver: leave the group."""
+        self._connected = False
         await self.frontend.rpc("tandem_disconnect")
         return await self.connection()
 
@@ -361,10 +363,11 @@ class _Live:
         announced = request.manifest or self._announced
         if not announced:
             raise Refusal(400, "manifest is missing, and start_receiver was given no param_metadata: what comes?")
-        while (state := (await self.connection())["status"]) == "connecting":
-            await asyncio.sleep(LOOK_SECONDS)
-        if state != "connected":
-            raise Refusal(409, f"this engine is in no process group ({state}): start the receiver, and wait for it")
+        while not self._connected:
+            if (state := (await self.connection())["status"]) not in ("connecting", "connected"):
+                raise Refusal(409, f"this engine is in no process group ({state}): start the receiver, and wait for it")
+            self._connected = state == "connected"
+            await asyncio.sleep(0.0 if self._connected else LOOK_SECONDS)
         lora_id = 0
         if request.config is not None:
             self.adapters.require_enabled()
@@ -379,6 +382,9 @@ class _Live:
             raise
         if lora_id:
             self.adapters.written()
+        if request.prove:
+            async with self.frontend.proving():
+                pass
         return {"status": "ok", "tensors": len(self._announced)}
 
     def _require_paused(self, what: str) -> None:
