@@ -56,7 +56,6 @@ ALLOWED = {
     "tandem.engines.vllm.server.routes: flat",  # vLLM's form of logprobs
     "tandem.optimizers._byte_moments: flat",  # a tensor of one dimension
     "tandem.optimizers._precise: flat",  # a tensor of one dimension
-    "tandem.processes: _boot_id",  # Linux' name for it
     "tandem.testing.oracle: flat",  # a tensor of one dimension
     "tandem.rewards.judge: Judge",  # a language model that grades, which the field calls so
 }

@@ -241,7 +241,13 @@ def test_a_prefix_is_computed_once_and_its_layers_again_where_they_keep_nothing(
             assert (values - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_a_comparison_leaves_no_thread_behind() -> None:
+def test_a_comparison_takes_one_thread_and_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, error = set(), packing.Case.error
+
+    def noted(case: packing.Case, way: str) -> float | str:
+        taken.add(torch.get_num_threads())
+        return error(case, way)
+
     def threads() -> int:
         return len(list(Path("/proc/self/task").iterdir()))
 
@@ -250,11 +256,13 @@ def test_a_comparison_leaves_no_thread_behind() -> None:
         config, before = config_of("llama"), threads()
         config.intermediate_size += 8  # not compared before
         packing.compared(config)
+        assert (taken, torch.get_num_threads()) == ({1}, 2)
         deadline = time.monotonic() + 10  # OpenMP's end a little after their owner
         while threads() > before and time.monotonic() < deadline:
             time.sleep(0.01)
         return threads() - before
 
+    monkeypatch.setattr(packing.Case, "error", noted)
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(work).result() <= 0
 

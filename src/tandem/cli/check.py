@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from tandem.trainer import environments
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.pairs import RankCounts
 from tandem.trainer.ranks import layout
-from tandem.types import Group, Rollout, Task
+from tandem.types import Group, Task
 
 CheckText = str | None
 """What a look found; None if what it needs is missing."""
@@ -287,16 +287,12 @@ def warnings_of(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplie
     if not known:
         return
     for name, spec in rewards.items():
-        right, wrong = (_values(name, some) for some in zip(*known, strict=True))
+        right, wrong = ([r.rewards[name] for r in some if r and name in r.rewards] for some in zip(*known, strict=True))
         is_function = not isinstance(spec.reward, Reward) or isinstance(spec.reward, FunctionReward)
         if is_function and not any(right) and max(wrong, default=0.0) >= 0:
             yield f"{name} gives every gold reply 0 or None: does it find the answer in its columns?"
     if all(right.reward == wrong.reward for right, wrong in known):
         yield "a gold reply and a wrong one get the same reward in every task, which teaches nothing"
-
-
-def _values(name: str, rollouts: Iterable[Rollout | None]) -> list[float]:
-    return [rollout.rewards[name] for rollout in rollouts if rollout and name in rollout.rewards]
 
 
 @contextmanager

@@ -195,8 +195,8 @@ def compared(config: Any) -> Comparison:
     """
     key = json.dumps(_described(config.to_dict()), sort_keys=True, default=str)
     if key not in _COMPARED:
-        # On a thread of its own, with torch's defaults. OpenMP's threads for it end with it: while there are more than
-        # cores, they sleep between any two products instead of turning, which costs a CPU's training a sixth.
+        # By one thread of its own: several, for such small products and beside engines that start, wait for each other
+        # for minutes.
         with ThreadPoolExecutor(1) as thread:
             _COMPARED[key] = thread.submit(_compare, config).result(timeout=600)
     return _COMPARED[key]
@@ -204,8 +204,9 @@ def compared(config: Any) -> Comparison:
 
 @torch_alone()
 def _compare(config: Any) -> Comparison:
-    logged = logging.root.manager.disable
+    logged, threads = logging.root.manager.disable, torch.get_num_threads()
     logging.disable(logging.WARNING)  # transformers' advice is not about this copy
+    torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -219,6 +220,7 @@ def _compare(config: Any) -> Comparison:
             return Comparison(tree, prefix, 0.0 if _is_close(prefix) else case.error("plain"), case.end)
     finally:
         logging.disable(logged)
+        torch.set_num_threads(threads)
 
 
 def _described(part: Any) -> Any:

@@ -118,7 +118,8 @@ def open_group(rendezvous: Rendezvous, rank: int, address: str, *, watched: bool
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         return ProcessGroupGloo(store, rank, rendezvous.world, options)
     with unsupervised():
-        options = dist.ProcessGroupNCCL.Options()
+        # Else a transfer's few blocks wait until all of the copies' beside it have had their turn.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=rendezvous.seconds) if watched else timedelta(days=1)
         options.group_name = rendezvous.name
         return dist.ProcessGroupNCCL(store, rank, rendezvous.world, options)

@@ -193,8 +193,8 @@ class EngineServer:
         """What it sampled, if every token has a logprob that is a finite number."""
         tokens, finish = sampled.tokens, sampled.finish
         logprobs: tuple[Any, ...] = sampled.logprobs  # of other servers some may be null
-        bad = next((n for n, p in enumerate(logprobs) if p is None or not math.isfinite(p)), None)
-        if bad is not None:
+        if None in logprobs or not all(map(math.isfinite, logprobs)):
+            bad = next(n for n, p in enumerate(logprobs) if p is None or not math.isfinite(p))
             raise self.odd(
                 "/generate",
                 f"the logprob of token {bad + 1} of {len(tokens)} (id {tokens[bad]}) is {logprobs[bad]}, no finite "

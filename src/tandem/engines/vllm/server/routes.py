@@ -339,7 +339,7 @@ class _Live:
             raise Refusal(400, f"init_method must be tcp://host:port of rank 0, not {request.init_method!r}")
         meeting = {"host": place.hostname, "port": place.port, "world": request.world_size}
         meeting |= {"backend": request.backend, "name": request.name, "seconds": request.seconds}
-        self._announced, self._connected = _entries(bytes(request.param_metadata)), False
+        self._announced = _entries(bytes(request.param_metadata))
         await self.frontend.rpc("tandem_connect", json.dumps(meeting), request.first_rank)
         return await self.connection()
 
@@ -349,30 +349,27 @@ class _Live:
         states = [rank["state"] for rank in ranks]
         worst = next(state for state in ("error", "idle", "connecting", "connected") if state in states)
         reasons = [rank["reason"] for rank in ranks if rank["reason"]]
+        self._connected = worst == "connected"
         return {"status": worst, "error": "; ".join(reasons) or None, "ranks": ranks}
 
     async def stop_receiver(self, _: None) -> Any:
         """POST /nccl/stop_receiver: leave the group."""
-        self._connected = False
         await self.frontend.rpc("tandem_disconnect")
         return await self.connection()
 
     async def receive(self, request: wire.Receive) -> Any:
         """POST /nccl/receive: take one publish. If it breaks off, the engine is stopped: its weights are in doubt."""
         self._require_paused("/nccl/receive overwrites")
-        announced = request.manifest or self._announced
+        self._announced = announced = request.manifest or self._announced
         if not announced:
             raise Refusal(400, "manifest is missing, and start_receiver was given no param_metadata: what comes?")
         while not self._connected:
-            if (state := (await self.connection())["status"]) not in ("connecting", "connected"):
+            if (state := (await self.connection())["status"]) in ("error", "idle"):
                 raise Refusal(409, f"this engine is in no process group ({state}): start the receiver, and wait for it")
-            self._connected = state == "connected"
-            await asyncio.sleep(0.0 if self._connected else LOOK_SECONDS)
-        lora_id = 0
-        if request.config is not None:
+            await asyncio.sleep(LOOK_SECONDS)
+        lora_id = 0 if request.config is None else IN_PLACE_ID
+        if lora_id:
             self.adapters.require_enabled()
-            lora_id = IN_PLACE_ID
-        self._announced = announced
         try:
             self.frontend.written = True
             arguments = json.dumps(announced), request.bucket_bytes, lora_id, json.dumps(request.config)
