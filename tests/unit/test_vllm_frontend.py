@@ -572,6 +572,24 @@ def test_a_pause_is_answered_before_requests_are_handed_in(monkeypatch: pytest.M
     run(body)
 
 
+def test_a_command_comes_between_two_requests_that_are_handed_in() -> None:
+    async def body(front: Frontend, client: FakeClient) -> None:
+        quick(client)
+        early = [submit(front, 1, min_step=1) for _ in range(8)]
+        await front.pause(step=1)
+        while not client.seen:
+            await asyncio.sleep(0)
+        assert len(client.seen) == 1
+        await answered()
+        assert len(client.seen) == 8
+        await front.set_version(1, "d")
+        await front.resume()
+        await client.step()
+        assert [steps(front, await task) for task in early] == [[1]] * 8
+
+    run(body)
+
+
 def test_no_more_is_handed_in_early_than_one_pass_reads() -> None:
     """20 tokens: of each prompt all that was not read before, of the same again a block of the cache."""
 

@@ -218,7 +218,8 @@ async def attack(env: Environment, graders: Graders, tasks: int) -> list[str]:
         for (name, text), rollout in zip(replies.items(), graded, strict=True):
             if name and best.reward is not None and (fault := _fault(rollout, best, must_pay=name in right)):
                 shown = f"{text[:_ATTACK_SHOWN]!r}{' …' * (len(text) > _ATTACK_SHOWN)}"
-                line = f"task {task.id}, {_earned(rollout)} of {best.reward:g}: {shown}"
+                earned = "nothing" if rollout.reward is None else f"{rollout.reward:g}"
+                line = f"task {task.id}, {earned} of {best.reward:g}: {shown}"
                 kinds.setdefault(f"{fault}: {name}", []).append(line)
     return [f"{kind} ({len(some)} of {len(golds)} tasks; {some[0]})" for kind, some in kinds.items()]
 
@@ -230,10 +231,6 @@ def _fault(rollout: Rollout, best: Rollout, *, must_pay: bool) -> str:
         pairs += [(rollout.rewards.get(name), gold) for name, gold in [*best.rewards.items()][:1] if gold > 0]
     pays = any(reward is not None and reward >= gold - 1e-9 for reward, gold in pairs)
     return "" if pays == must_pay else "false fail" if must_pay else "false pass"
-
-
-def _earned(rollout: Rollout) -> str:
-    return "nothing" if rollout.reward is None else f"{rollout.reward:g}"
 
 
 def _wrong(task: Task, gold: str, others: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:

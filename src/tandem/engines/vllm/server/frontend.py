@@ -200,7 +200,7 @@ class Frontend:
         self.derives = False
         """Something sampled from is computed of what is lent, anew before sampling goes on."""
         self._changed = asyncio.Event()
-        self._control = asyncio.Lock()
+        self._control, self._handing_in = asyncio.Lock(), asyncio.Lock()
 
     @property
     def step(self) -> int:
@@ -425,6 +425,9 @@ class Frontend:
             waits_for_step = min_step > UNKNOWN_VERSION
             while self.state == "paused" and not (waits_for_step and self._room.takes(prompt, answers)):
                 await self._changed.wait()
+            if self.state == "paused":
+                async with self._handing_in:  # one by one: the trainer's next command is not to wait for all
+                    await asyncio.sleep(0)
             if self.state == "stopped":
                 raise Stopped(self.reason)
             yield

@@ -360,7 +360,7 @@ class _Live:
     async def receive(self, request: wire.Receive) -> Any:
         """POST /nccl/receive: take one publish. If it breaks off, the engine is stopped: its weights are in doubt."""
         self._require_paused("/nccl/receive overwrites")
-        self._announced = announced = request.manifest or self._announced
+        announced = request.manifest or self._announced
         if not announced:
             raise Refusal(400, "manifest is missing, and start_receiver was given no param_metadata: what comes?")
         while not self._connected:
@@ -370,6 +370,7 @@ class _Live:
         lora_id = 0 if request.config is None else IN_PLACE_ID
         if lora_id:
             self.adapters.require_enabled()
+        self._announced = announced
         try:
             self.frontend.written = True
             arguments = json.dumps(announced), request.bucket_bytes, lora_id, json.dumps(request.config)
