@@ -34,7 +34,7 @@ OURS: list[tuple[str, Any]] = [
     ("/bridge/lend_slot", {"config": CONFIG, "tensors": [["a.lora_A.weight", [8, 64], "float32"]]}),
     ("/bridge/adopt", {"trainer": "4000000:12 boot"}),
     ("/bridge/checksums", {"travels": "weights", "adapter": None, "names": [], "config": {}}),
-    ("/bridge/probe", {"tokens": [72, 105], "temperature": 0.7, "max_tokens": 2, "seed": 1}),
+    ("/bridge/probe", {"tokens": [72, 105], "temperature": 0.7, "max_tokens": 2}),
     ("/lora/load", {"adapter_path": "/nowhere", "adapter_name": "a", "served": False}),
     ("/lora/unload", {"adapter_name": "a", "unless_used": True}),
     ("/nccl/start_receiver", {**JOIN, "param_metadata": META}),

@@ -242,7 +242,6 @@ class ProbeRequest(Body):
     tokens: Annotated[list[Token], msgspec.Meta(min_length=1)]
     temperature: Temperature = 0.7
     max_tokens: Length = 8
-    seed: Whole = 0
     adapter: Text | None = None
 
 

@@ -321,8 +321,8 @@ class Vllm(EngineSpec):
             # By default its thread that schedules launches forward passes too: 5 to 20 % slower on every host. Of
             # several workers vLLM itself does so.
             "distributed-executor-backend": "mp" if cuda and self.tensor_parallel_size == 1 else None,
-            # On a CPU vLLM dies of a seeded prompt of which it computes a part, and a probe is seeded.
-            "enable-chunked-prefill": None if cuda else False,
+            # On a CPU vLLM dies of a seeded prompt of which it computes a part.
+            "enable-chunked-prefill": False if self.seeded and not cuda else None,
             "kv-cache-memory-bytes": int(cache * 1e9) or None,
             "enable-sleep-mode": bool(self.sleep) or None,
             "enable-return-routed-experts": requirements.router_replay or None,

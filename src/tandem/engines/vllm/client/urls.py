@@ -261,7 +261,7 @@ class UrlServer(EngineServer):
 
     async def _probe(self, body: wire.ProbeRequest) -> wire.ProbeResponse:
         choice = await self._complete(
-            body.tokens, body.adapter, max_tokens=body.max_tokens, temperature=body.temperature, seed=body.seed,
+            body.tokens, body.adapter, max_tokens=body.max_tokens, temperature=body.temperature,
             prompt_logprobs=0, ignore_eos=True, cache_salt=f"probe-{time.time_ns()}", **UNFILTERED
         )  # fmt: skip
         known = zip(body.tokens[1:], (choice.prompt_logprobs or [])[1:], strict=True)

@@ -28,7 +28,7 @@ from tandem.engines.vllm.worker.parameter_map import SOURCE
 async def probe(front: Frontend, request: wire.ProbeRequest, adapter: Any = None) -> dict[str, Any]:
     """Score the tokens and sample a few after them."""
     tokens = request.tokens
-    ask: dict[str, Any] = {"detokenize": False, "temperature": request.temperature, "seed": request.seed}
+    ask: dict[str, Any] = {"detokenize": False, "temperature": request.temperature}
     sample = {**ask, "max_tokens": request.max_tokens, "ignore_eos": True, "logprobs": 0}  # as many as are asked for
     once = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
     longer = beyond_a_block(tokens, front.client.vllm_config)
