@@ -44,7 +44,7 @@ from tandem.weight_sync.restart import Restart
 from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.transaction import session as session_module
 from tandem.weight_sync.transaction import trained
-from tandem.weight_sync.transaction.session import TOLD, Published, WeightSyncSession
+from tandem.weight_sync.transaction.session import REQUESTS_DELAY, Published, WeightSyncSession
 from tandem.weight_sync.verify.checksums import Checksums, differing
 from tandem.weight_sync.verify.probe import PROBE
 
@@ -140,7 +140,7 @@ class Copied(WeightSync):
         engine.events.append("move")
         engine.held = {name: tensor.clone() for name, tensor in session.trainable.source(session.policy.model)}
         self.fault(engine.held)
-        await asyncio.sleep(2 * TOLD)  # on its way
+        await asyncio.sleep(2 * REQUESTS_DELAY)  # on its way
         return sum(tensor.nbytes for tensor in engine.held.values())
 
 

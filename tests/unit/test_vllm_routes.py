@@ -822,7 +822,7 @@ def test_what_was_received_is_sampled_from_at_once_and_given_out_once_it_is_prov
         c.vllm.answers["tandem_connection"] = [{"state": "connected", "reason": ""}]
         for step in (1, 2):
             await c.post("/bridge/pause")
-            await c.post("/nccl/receive", {"manifest": [["w", [1], "float32"]], "prove": True})
+            await c.post("/nccl/receive", {"manifest": [["w", [1], "float32"]], "verify": True})
             assert (await c.get("/health")).json["state"] == "proving"
             assert (await c.post("/bridge/resume")).status == 409
             await c.post("/bridge/stamp", {"step": step})

@@ -57,11 +57,15 @@ class Dataset(DataSource, Environment):
 
     def _rows(self, split: Split) -> Iterator[DataRow]:
         """Rows of a split, transformed after the split is decided."""
-        change = imported("transform", self.transform) if self.transform else None
+        change = self._change()
         for row in self.rows(split, self._key):
             new = changed(row, change, self.transform) if change else row
             if new is not None:
                 yield new
+
+    def _change(self) -> Callable[[dict[str, Json]], Any] | None:
+        """What changes a row's columns, or leaves the row out by None; None changes nothing."""
+        return imported("transform", self.transform) if self.transform else None
 
     def _key(self, row: DataRow) -> str:
         """What the split hashes: the data beneath the prompt, so that new wording moves no row into training."""

@@ -381,7 +381,7 @@ class Receive(Body):
     """Most bytes of one transfer, as rank 0 sends them."""
     config: dict[str, Any] | None = None
     """PEFT's configuration, where it is an adapter that comes."""
-    prove: bool = False
+    verify: bool = False
     """Sample on as soon as all of it is there, and give nothing of that out before a version is set."""
 
 

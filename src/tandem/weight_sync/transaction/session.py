@@ -31,7 +31,7 @@ T = TypeVar("T")
 ATTEMPTS = 3
 """Attempts at one publish whose engine dies."""
 
-TOLD = 0.01
+REQUESTS_DELAY = 0.01
 """Seconds in which a paused engine is told what comes, before the next requests are made: that takes longer."""
 
 
@@ -270,7 +270,7 @@ class WeightSyncSession(SyncContext):
         if self.sync.pause != "never" and not still_paused:
             await self._pause_for(version.step)
             if not self.sync.finishes:  # where requests would die with the engine, later
-                asyncio.get_running_loop().call_later(TOLD, commit.accept_requests)
+                asyncio.get_running_loop().call_later(REQUESTS_DELAY, commit.accept_requests)
         elif not self._is_bound:
             await self._bind(fresh=False)
         # A way that never pauses lays the new version beside the old one, which is served on.

@@ -416,7 +416,7 @@ class VllmEngine(Engine):
         """Take one publish from the process group into the weights, or into the adapter."""
         entries = [(name, list(shape), dtype) for name, shape, dtype in manifest]
         config = None if adapter is None else dict(adapter.config)
-        body = wire.Receive(manifest=entries, bucket_bytes=bucket_bytes, config=config, prove=True)
+        body = wire.Receive(manifest=entries, bucket_bytes=bucket_bytes, config=config, verify=True)
         await self.fleet.all("/nccl/receive", body)
 
     async def disconnect(self) -> None:

@@ -28,14 +28,13 @@ from tandem.engines.vllm.worker.parameter_map import SOURCE
 async def probe(front: Frontend, request: wire.ProbeRequest, adapter: Any = None) -> dict[str, Any]:
     """Score the tokens and sample a few after them."""
     tokens = request.tokens
-    ask: dict[str, Any] = {"detokenize": False, "temperature": request.temperature}
-    sample = {**ask, "max_tokens": request.max_tokens, "ignore_eos": True, "logprobs": 0}  # as many as are asked for
-    once = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+    once: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+    sample = {**once, "temperature": request.temperature, "max_tokens": request.max_tokens, "ignore_eos": True}
     longer = beyond_a_block(tokens, front.client.vllm_config)
     async with front.proving():
         salt = front.salt
         # Scoring reads no prefix cache but fills it, so that what it fills is kept from the others.
-        asks = [(tokens, sample, salt), (tokens, {**once, "prompt_logprobs": 0}, f"{salt}-scored")]
+        asks = [(tokens, {**sample, "logprobs": 0}, salt), (tokens, {**once, "prompt_logprobs": 0}, f"{salt}-scored")]
         asks += [(longer, once, salt)] if longer else []
         answers = asyncio.gather(*(front.generate(t, params, adapter=adapter, probe=key) for t, params, key in asks))
         await asyncio.sleep(0)  # each is handed in
@@ -380,7 +379,7 @@ class _Live:
             raise
         if lora_id:
             self.adapters.written()
-        if request.prove:
+        if request.verify:
             async with self.frontend.proving():
                 pass
         return {"status": "ok", "tensors": len(self._announced)}
