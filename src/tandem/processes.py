@@ -85,7 +85,6 @@ def _stat(pid: int) -> _Stat | None:
         return None
     fields = line.rpartition(")")[2].split()  # the program's name, in brackets, may hold spaces and brackets
     state, (parent, group, session) = fields[0], map(int, fields[1:4])
-    instance_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    me = Identity(pid, f"{fields[19]} {instance_id}")
+    me = Identity(pid, f"{fields[19]} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}")
     # A zombie's memory is gone; only its parent's wait is missing.
     return _Stat(me, state not in "ZX", parent, group, session)

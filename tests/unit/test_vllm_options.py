@@ -94,6 +94,14 @@ def test_on_one_gpu_the_worker_has_a_process_of_its_own(monkeypatch: pytest.Monk
     assert [value for name, value in options if name == option][-1] == "uni", "the last one counts"
 
 
+def test_a_seeded_prompt_is_computed_at_once_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    option = "--no-enable-chunked-prefill"
+    assert option in command(seeded=True)
+    assert option not in command()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert option not in command(seeded=True)
+
+
 # Other options of the server
 
 

@@ -731,6 +731,7 @@ def test_an_adapter_in_place_is_probed_before_it_is_served() -> None:
         assert (await c.post("/bridge/resume")).status == 409, "nobody said what was written"
         await c.post("/bridge/probe", {"tokens": [1, 2]})
         assert {request.adapter.lora_name for request in c.vllm.seen} == {"tandem"}
+        assert {request.params.seed for request in c.vllm.seen} == {None}, "vLLM on a CPU dies of part of a seeded one"
         await c.post("/bridge/stamp", {"step": 1})
         await c.post("/bridge/resume")
         await c.post("/generate", {"prompt": "a"})

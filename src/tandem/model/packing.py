@@ -195,8 +195,8 @@ def compared(config: Any) -> Comparison:
     """
     key = json.dumps(_described(config.to_dict()), sort_keys=True, default=str)
     if key not in _COMPARED:
-        # By one thread of its own: several, for such small products and beside engines that start, wait for each other
-        # for minutes.
+        # On a thread of its own, for which alone OpenMP is told to take no more: several, for such small products and
+        # beside engines that start, wait for each other.
         with ThreadPoolExecutor(1) as thread:
             _COMPARED[key] = thread.submit(_compare, config).result(timeout=600)
     return _COMPARED[key]

@@ -62,7 +62,7 @@ class Compute(WorkerThread):
     def __init__(self, threads: int = 0):
         self.threads = threads or cores()
         keep_few_kernels()
-        # Of 5 ms, by default, for which the event loop waits while this thread is in Python, engines stand still.
+        # By default the event loop waits 5 ms for this thread to leave Python, and engines stand still meanwhile.
         sys.setswitchinterval(0.001)
         super().__init__("compute", actor="trainer", initializer=self._begin)
 
