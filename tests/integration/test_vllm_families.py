@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -66,6 +67,18 @@ def made(name: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def test_a_prefix_is_computed_once_by_the_transformers_that_vllm_wants_too() -> None:
+    names = ("qwen3_next", "bamba", "lfm2")
+    code = f"""
+from support.families import config_of
+from tandem.model.packing import chosen
+print(*(chosen(config_of(name)) for name in {names}), sep="\\n")"""
+    paths = os.pathsep.join(map(str, (REPOSITORY / "src", REPOSITORY / "tests")))
+    command = [engine_python() or sys.executable, "-c", code]
+    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300)
+    assert ran.stdout.count("Choice(packing='prefix'") == len(names), ran.stdout + ran.stderr
 
 
 @pytest.mark.long

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -166,7 +167,7 @@ class PrefixCache(Cache):
     """
 
     def __init__(self, left: Left | None = None, length: int = 0, of_BR: Tensor | None = None) -> None:
-        super().__init__(layers=[])
+        # Not transformers' own, which sets layers.
         self.left: Left = {} if left is None else left
         self.length, self.of_BR = length, of_BR
         self._of_layer: dict[nn.Module, Left] = {}
@@ -230,6 +231,11 @@ class PrefixCache(Cache):
         self._write(recurrent_states, "state", layer_idx, state_idx)
         return recurrent_states
 
+    @property
+    def layers(self) -> Any:  # type: ignore[override]
+        """From which models read in transformers below 5.21, by ``layers[layer_idx]``."""
+        return _Layers(self)
+
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether something came before."""
         return self.of_BR is not None
@@ -245,6 +251,32 @@ class PrefixCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """How many keys there are, and the position of the first."""
         return self.length + query_length, 0
+
+
+class _Layers(list[Any]):
+    """Views of a cache's layers, made when one is read: a cache that held them would not end with its pass."""
+
+    def __init__(self, cache: PrefixCache):
+        super().__init__()
+        self._cache = cache
+
+    def __getitem__(self, layer_idx: Any) -> Any:
+        return _Layer(self._cache, layer_idx)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    cache: PrefixCache
+    layer_idx: int
+    record_past: ClassVar[bool] = True
+
+    @property
+    def conv_states(self) -> list[Tensor | None]:
+        return [self.cache.get_conv_state(self.layer_idx)]
+
+    @property
+    def recurrent_states(self) -> list[Tensor | None]:
+        return [self.cache.get_recurrent_state(self.layer_idx)]
 
 
 class LayerPrefix(PrefixCache):
