@@ -17,6 +17,7 @@ import copy
 import math
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ def scheduler(**kwargs: Any) -> Any:
     from vllm.v1.outputs import LogprobsLists
 
     end_with_parent()
+    sys.setswitchinterval(0.001)  # the thread that answers the server waits for the one that launches forward passes
     config = copy.copy(kwargs["vllm_config"].scheduler_config)
     config.scheduler_cls = None
     chosen = config.get_scheduler_cls()
