@@ -30,8 +30,9 @@ from tandem.transport.rendezvous import Rendezvous, first_line, open_group, own_
 
 BUFFERS = 2
 """Buckets whose memory is in use at a time: one is packed or unpacked while another is on the wire."""
-AHEAD = 8
-"""Buckets that a GPU is given before the first has arrived: enough to work on while this thread is held up."""
+AHEAD = 64
+"""Buckets that a GPU is given before the first has arrived: a large model's, before the trainer's next requests, which
+are let in meanwhile, hold this thread up between any two."""
 
 
 Pack = Callable[[Sequence[tuple[str, Tensor]]], None]
