@@ -29,8 +29,7 @@ def tested() -> dict[str, str]:
 
 def written(recipe: Path) -> str:
     """Text of a shipped recipe, for any working directory: what lies beside it, and a model that is to be had."""
-    text = recipe.read_text(encoding="utf-8")
-    text = text.replace(": recipes/data/", f": {recipe.parent}/data/")
+    text = recipe.read_text(encoding="utf-8").replace(": recipes/data/", f": {recipe.parent}/data/")
     return text if _FETCHED.is_dir() else text.replace(f"model: {_FETCHED}", f"model: {_ON_THE_HUB}")
 
 

@@ -284,6 +284,5 @@ def require(**checks: tuple[bool, str]) -> None:
     Raises:
         ValueError: with one line for each that is out of range.
     """
-    wrong = [f"{name} must be {expected}" for name, (fine, expected) in checks.items() if not fine]
-    if wrong:
+    if wrong := [f"{name} must be {expected}" for name, (fine, expected) in checks.items() if not fine]:
         raise ValueError("\n".join(wrong))

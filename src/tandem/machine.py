@@ -8,7 +8,6 @@ import gc
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +96,7 @@ def peaks(device: str) -> dict[str, int]:
     }
 
 
-@contextmanager
+@contextlib.contextmanager
 def settled() -> Iterator[None]:
     """Spare the garbage collector what there is now, while the block lasts, and have it look less often.
 
@@ -116,7 +115,7 @@ def settled() -> Iterator[None]:
         gc.unfreeze()
 
 
-@contextmanager
+@contextlib.contextmanager
 def importing() -> Iterator[None]:
     """Spare the garbage collector what is imported in the block: it looks through none of it, then or later."""
     gc.disable()

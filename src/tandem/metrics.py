@@ -144,7 +144,4 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Value]:
 
 def flatten(metrics: Metrics) -> dict[str, float]:
     """Plain numbers by name, for loggers."""
-    out: dict[str, float] = {}
-    for name, value in metrics.items():
-        out.update(value.scalars(name))
-    return out
+    return {key: number for name, value in metrics.items() for key, number in value.scalars(name).items()}

@@ -78,6 +78,12 @@ def kill(processes: Iterable[Identity]) -> None:
                 os.kill(process.pid, signal.SIGKILL)
 
 
+def kill_group(leader: int) -> None:
+    """SIGKILL to the group that a process leads, if one of it still runs."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 def _stat(pid: int) -> _Stat | None:
     try:
         line = Path(f"/proc/{pid}/stat").read_text(errors="replace")

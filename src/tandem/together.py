@@ -9,6 +9,13 @@ from typing import Any, TypeVar, cast
 T = TypeVar("T")
 
 
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel these, and wait until each has ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def together(works: Iterable[Awaitable[T]]) -> list[T]:
     """All results, in order; where one fails or this is cancelled, the others are cancelled and waited for first.
 
@@ -24,9 +31,7 @@ async def together(works: Iterable[Awaitable[T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
 
 async def all_ended(works: Iterable[Awaitable[T]]) -> list[T]:
@@ -49,5 +54,4 @@ async def unless(event: asyncio.Future[Any], work: Awaitable[T]) -> T | None:
         return await task if task.done() else None
     finally:
         if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel(task)

@@ -293,12 +293,11 @@ class EnvClient(_Client):
         assert self.ticket is not None, "register first"
         body = messages.EnvName(env_id=self.ticket.env_id)
         try:
-            answer = await self.connection.ask("GET", "/status-env", body)
+            return parse(await self.connection.ask("GET", "/status-env", body), messages.EnvStatus)
         except RequestRefused as error:
             if error.status == 401:  # 403: the id is that of another key's environment
                 raise
             return None
-        return parse(answer, messages.EnvStatus)
 
 
 class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -348,9 +347,7 @@ class TrainerClient(_Client):
         reply = parse(await self.connection.ask("GET", f"/batch?{query}" if query else "/batch"), _BatchReply)
         if reply.status == "error":
             raise NotRegistered(f"{self.connection.name} says: {reply.message or 'no trainer has registered'}")
-        if reply.batch is None:
-            return None
-        return _taken(reply, reply.batch)
+        return None if reply.batch is None else _taken(reply, reply.batch)
 
     async def acknowledge(self, batch: str) -> str:
         """A leased batch was trained on; returns why the broker does not count it so, or nothing if it does."""

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError, TandemError
 from tandem.observability import waits
@@ -24,6 +23,7 @@ from tandem.rollout.group_runner import GroupRunner
 from tandem.rollout.source import Draw
 from tandem.rollout.task_sampler import TaskOrder
 from tandem.rollout.turns import unrecorded_options
+from tandem.together import cancel
 from tandem.types import Group, Task
 from tandem_broker.client import EnvClient, Receipt, RequestRefused
 from tandem_broker.protocol.messages import EnvStatus, Info
@@ -106,10 +106,7 @@ class Producer:
                 await asyncio.wait(self._running, timeout=seconds)
         finally:
             self.tally.groups["dropped"] += len(self._running)
-            tasks: list[asyncio.Future[Any]] = [playing, stopped, *self._running]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(playing, stopped, *self._running)
 
     async def _keep_playing(self) -> None:
         ticket = await self.client.register()

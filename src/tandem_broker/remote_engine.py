@@ -62,8 +62,7 @@ class RemoteServer(UrlServer):
         entries = [] if models is None else models.data
         self.context = min((entry.max_model_len for entry in entries if entry.max_model_len), default=None)
         served = [entry.id for entry in entries]
-        info = await self._fetch("/bridge/info", wire.EngineInfo)
-        if info is not None:
+        if (info := await self._fetch("/bridge/info", wire.EngineInfo)) is not None:
             self.kind, self.context = "tandem", info.context
             served.append(info.model)
             if info.logprobs != "processed_logprobs":

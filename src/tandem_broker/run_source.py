@@ -32,6 +32,7 @@ from tandem.rollout.measure import measure
 from tandem.rollout.source import Batch, DataState, Draw
 from tandem.rollout.template import Template
 from tandem.rollout.turns import differing
+from tandem.together import cancel
 from tandem.trainer.environments import StepCounter, dropped
 from tandem.types import Group, Rollout
 from tandem_broker.client import Connection, NotRegistered, TakenBatch, TrainerClient, key_in
@@ -161,8 +162,7 @@ class BrokerSource:
             try:
                 yield self
             finally:
-                renewing.cancel()
-                await asyncio.gather(renewing, return_exceptions=True)
+                await cancel(renewing)
 
     async def take(self) -> Batch:
         """The groups that arrived first, as many as make up a batch.
@@ -245,8 +245,7 @@ class BrokerSource:
                         log.warning("%s for %.0f s: its /status?detail=1 says why", what, seconds)
                 return await polling
             finally:
-                polling.cancel()
-                await asyncio.gather(polling, return_exceptions=True)
+                await cancel(polling)
 
     async def _poll(self) -> TakenBatch:
         """Ask until there is a batch."""

@@ -55,8 +55,7 @@ class Responses(ChatApi):
         rest["max_tokens"] = fields.get("max_output_tokens")
         if (form := (fields.get("text") or {}).get("format")) and form.get("type") != "text":
             rest["response_format"] = form
-        before = fields.get("previous_response_id")
-        if before and before not in self._conversations:
+        if (before := fields.get("previous_response_id")) and before not in self._conversations:
             raise BadRequest("no response of this episode has this id", param="previous_response_id")
         items = fields.get("input") or []
         items = [{"role": "user", "content": items}] if isinstance(items, str) else items

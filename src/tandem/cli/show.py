@@ -56,9 +56,8 @@ def _print_headline(console: Console, folder: RunFolder) -> None:
     summary = summarise(folder)
     planned = summary["steps_planned"]
     steps = f"{summary['steps']} of {planned} steps" if planned else f"{summary['steps']} steps"
-    resumes = summary["resumes"]
     parts = [summary["status"], steps, f"{duration(summary['seconds'])}"]
-    if resumes:
+    if resumes := summary["resumes"]:
         parts.append(f"resumed {resumes} time{'s' * (resumes > 1)}")
     console.print(Text.assemble((folder.name, "bold"), f"  {', '.join(parts)}"))
     console.print("  ".join(f"{label}: {value}" for label, value in summary["facts"]), markup=False, style="dim")
@@ -86,8 +85,7 @@ def _print_curves(console: Console, folder: RunFolder) -> None:
     for justify in ("left", "right", "left", "right"):
         table.add_column(justify=justify, no_wrap=True)
     for name in CURVES:
-        values = column(folder, name)
-        if values:
+        if values := column(folder, name):
             table.add_row(name, _number(values[0]), sparkline(values, _WIDTH), _number(values[-1]))
     if table.row_count:
         console.print()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import atexit
 import builtins
+import contextlib
 import hashlib
 import inspect
 import linecache
@@ -96,11 +97,9 @@ def _definition(used: str, value: Any, user: str, pieces: dict[str, str]) -> str
     if callable(value) and (inspect.isfunction(inspect.unwrap(value)) or inspect.isclass(value)):
         _write(value, used, pieces)
         return pieces[used]
-    try:
+    with contextlib.suppress(ValueError, SyntaxError):
         if ast.literal_eval(repr(value)) == value:
             return f"{used} = {value!r}"
-    except (ValueError, SyntaxError):
-        pass
     what = f"{user} uses {used}, a {type(value).__name__} of this script that other processes cannot be given"
     file = "a file (in a notebook, %%writefile my_parts.py as the cell's first line)"
     raise ConfigError(f"{what}; make it inside {user}, or write both to {file} and from my_parts import {user}")

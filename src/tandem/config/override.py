@@ -44,8 +44,7 @@ def apply(tree: Branch, cls: type, overrides: Sequence[str], problems: Problems)
 
 def _split(key: str) -> list[str]:
     """Path of an option; the name of a reward may be an import path, which has dots of its own."""
-    match = _IMPORT_PATH.match(key)
-    if match:
+    if match := _IMPORT_PATH.match(key):
         return [*match[1].split("."), match[2], *([match[3]] if match[3] else [])]
     return key.split(".")
 
@@ -58,8 +57,7 @@ def _names_reward(path: list[str]) -> bool:
 
 def _lay(tree: Branch, cls: type, path: list[str], value: Tree, where: str, problems: Problems) -> None:
     """Put a value where its path leads, through mappings that are written out or made as far as need be."""
-    options = _single(cls, path)
-    if options is None:
+    if (options := _single(cls, path)) is None:
         problems.add(where, f"{path[0]} is a list; give the whole of it, such as {path[0]}=[console]")
         return
     if path[-1] == "kind" and options[len(path) - 2 :][:1] == ["kind"] and isinstance(value, Leaf):
@@ -70,8 +68,7 @@ def _lay(tree: Branch, cls: type, path: list[str], value: Tree, where: str, prob
         if option and isinstance(inner, Leaf) and inner.value is not None:
             inner = within(option, inner)
         if depth < len(path):
-            if inner is None:
-                inner = Branch(where=where)
+            inner = Branch(where=where) if inner is None else inner
             if not isinstance(inner, Branch):
                 problems.add(where, f"{'.'.join(path[:depth])} is a single value at {inner.where}; it has no options")
                 return

@@ -82,15 +82,8 @@ def _find_builtin(category: str, kind: str) -> type:
         hint = f"{did_you_mean(kind, known)}; known: {', '.join(known)} (or pkg.module:Name for your own)"
         raise ConfigError(f"there is no {kind!r} in {category}{hint}")
     module = importlib.import_module(_modules(category)[kind])
-    public = [
-        thing
-        for name, thing in vars(module).items()
-        if inspect.isclass(thing)
-        and thing.__module__ == module.__name__
-        and dataclasses.is_dataclass(thing)
-        and not name.startswith("_")
-    ]
-    (part,) = public
+    classes = [thing for name, thing in vars(module).items() if inspect.isclass(thing) and not name.startswith("_")]
+    (part,) = (each for each in classes if each.__module__ == module.__name__ and dataclasses.is_dataclass(each))
     return part
 
 

@@ -146,8 +146,7 @@ class _Loader(yaml.SafeLoader):
                 seen[key.value] = place
         self.flatten_mapping(node)  # puts what is merged first, and own keys replace it
         for key, inner in node.value:
-            value = self.tree(inner) if isinstance(key, yaml.ScalarNode) else None
-            if value is not None:
+            if isinstance(key, yaml.ScalarNode) and (value := self.tree(inner)) is not None:
                 branch.put(key.value, value, self._locate(key.start_mark))
         return branch
 

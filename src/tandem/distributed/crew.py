@@ -20,7 +20,7 @@ from tandem.distributed.children import Children
 from tandem.distributed.placement import Placement
 from tandem.errors import RankError
 from tandem.observability import waits
-from tandem.together import unless
+from tandem.together import cancel, unless
 from tandem.transport.rendezvous import Rendezvous, first_line, serve, visit
 
 log = logging.getLogger(__name__)
@@ -111,8 +111,7 @@ class Ranks:
                 f"{self.rendezvous.port} within {seconds:g} s; see their output, and let the port through"
             ) from None
         finally:
-            gone.cancel()
-            await asyncio.gather(gone, return_exceptions=True)
+            await cancel(gone)
         if self.failure.done():
             raise self.error
         if not self._all.is_set():

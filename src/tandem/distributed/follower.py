@@ -16,7 +16,7 @@ from tandem.distributed.group import broke_off
 from tandem.distributed.placement import Placement
 from tandem.errors import RankError, message_of
 from tandem.observability import trace, waits
-from tandem.together import unless
+from tandem.together import cancel, unless
 from tandem.transport.rendezvous import Rendezvous, first_line, own_address, visit
 
 WORD_SECONDS = 8.0
@@ -92,8 +92,7 @@ class Follower:
                 raise
             raise await self._without_another(error, reading) from error
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            await cancel(reading)
             self._channel.close()
 
     async def _without_another(self, error: Exception, reading: asyncio.Task[None]) -> RankError:

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -179,8 +178,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """End it and all that it started, such as servers of tools in sessions of their own."""
     if (leader := processes.identity(process.pid)) is not None:
         processes.kill(processes.family(leader))
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    processes.kill_group(process.pid)
 
 
 def _listen(process: subprocess.Popen[bytes], requests: _Requests) -> None:
@@ -203,7 +201,6 @@ def _answer(process: subprocess.Popen[bytes], requests: _Requests) -> None:
                 break
             requests.answer(**json.loads(line))
     _kill(process)  # what it started, and itself where it still runs
-    status = process.wait()
-    requests.close(status)
+    requests.close(process.wait())
     with requests.lock, contextlib.suppress(BrokenPipeError):
         process.stdin.close()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import json
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from tandem import processes
 from tandem.envs._package import Package
 from tandem.envs.base import Chat, Split
 from tandem.envs.dataset import Dataset, imported
@@ -115,8 +114,7 @@ class Agent(Dataset):
             out, err = await child.communicate(json.dumps(task_json, default=str).encode())
         finally:
             # With all that it started: nothing of it may ask the policy after its rollout has ended.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+            processes.kill_group(child.pid)
             await child.wait()
         if child.returncode:
             last = err.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]

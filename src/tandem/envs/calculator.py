@@ -51,8 +51,7 @@ class Calculator(SumTasks):
         calls = errors = 0
         for turn in range(1, self.max_turns + 1):
             reply = await chat.reply()
-            expressions = _CALL.findall(reply.content)
-            if not expressions:
+            if not (expressions := _CALL.findall(reply.content)):
                 break
             calls += 1
             result, understood = _compute(expressions[-1])

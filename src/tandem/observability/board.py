@@ -25,8 +25,7 @@ def settings(config: Mapping[str, Json]) -> list[str]:
     envs = kind(config.get("env")) or "+".join(config.get("envs") or ())
     kinds = [envs, *(kind(config.get(name)) for name in ("trainable", "sync"))]
     shape = f"{config['groups_per_step']} × {config['group_size']} a step" if "groups_per_step" in config else ""
-    most = config.get("max_lag")
-    lag = f"lag ≤ {most}" if most else ""
+    lag = f"lag ≤ {most}" if (most := config.get("max_lag")) else ""
     return [text for text in (str(config.get("model", "")).rpartition("/")[2], *kinds, shape, lag) if text]
 
 
@@ -135,7 +134,7 @@ def evaluation_line(evaluations: Sequence[Mapping[str, Json]]) -> str:
         text += f", loss {last['loss']:.4g}"
     if "tasks" in last:
         text += f", {last['tasks']} tasks × {last.get('samples', 1)}"
-    if last is not first and last["step"] != first["step"]:
+    if last["step"] != first["step"]:
         text += f"; {percent_with_interval(first)} at step {first['step']}"
     return text
 
@@ -190,8 +189,7 @@ def dropped_lines(fields: Mapping[str, Json]) -> list[str]:
     more = f", {sum(count for _, count in why[3:])} others" * (len(why) > 3)
     count = fields["dropped"]
     head = f"step {fields['step']}: {count} group{'s' * (count > 1)} dropped so far: {reasons}{more}"
-    head = f"WARNING {head}" if fields["warning"] else head
-    out = [head]
+    out = [f"WARNING {head}" if fields["warning"] else head]
     if any(reason.startswith("every") for reason in fields["why"]):
         out.append("  there is nothing to learn from a group without different rewards: others are sampled for them")
     if "change" in fields:

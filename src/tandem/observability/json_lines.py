@@ -156,8 +156,7 @@ class JsonLinesFile:
         data = encode(row)
         size = os.fstat(self._fd).st_size
         try:
-            written = os.write(self._fd, data)
-            if written != len(data):
+            if (written := os.write(self._fd, data)) != len(data):
                 raise OSError(f"only {written} of {len(data)} bytes of a line fit into {self._path}: is the disk full?")
         except OSError:
             os.ftruncate(self._fd, size)  # a full disk takes part of a line; it must not glue to the next one

@@ -79,8 +79,7 @@ def is_here(signs: Mapping[str, Json]) -> bool:
 
 def process(folder: Path) -> Literal["", "alive", "gone"]:
     """State of the process of the last heartbeat; empty where there is none, or an old one of another host."""
-    signs = read(folder)
-    if signs is None:
+    if (signs := read(folder)) is None:
         return ""
     if not is_here(signs):
         return "alive" if time.time() - signs["at"] <= STALE else ""

@@ -79,7 +79,7 @@ class Watchdog:
         except BaseException as error:
             if self._late is None and (late := deadline_in(error)) is not None:
                 self._late = late
-                _say(f"{late}; the run is stopped for it")
+                say(f"{late}; the run is stopped for it")
                 self._write(str(late))
             raise
 
@@ -160,7 +160,7 @@ class Watchdog:
             else:
                 self._abandoned[wait] = idle
                 wait.deadline = timeouts.wait_seconds  # for the message
-                _say(f"{wait.sentence()}; it is given up")
+                say(f"{wait.sentence()}; it is given up")
                 wait.give_up()
 
     def _judge_loop(self, idle: float) -> None:
@@ -184,9 +184,8 @@ class Watchdog:
         """Explain why, and end the process and its children."""
         self._stacks = self._stacks or self._collect_stacks()
         self._write(why)
-        _say(self.explain(Deadline(why)))
-        process = identity(os.getpid())
-        if process is not None:
+        say(self.explain(Deadline(why)))
+        if (process := identity(os.getpid())) is not None:
             kill(family(process) - {process})
         self._leave(Deadline.exit_code)
 
@@ -221,7 +220,7 @@ class Watchdog:
         writer.join(_DISK_SECONDS)
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Write to the terminal, not to the log, whose disk may hang."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"tandem: {line}\n")
@@ -258,7 +257,6 @@ def watching(timeouts: Timeouts) -> Iterator[Watchdog]:
             with dog.ends():
                 yield dog
         except Exception as error:
-            late = deadline_in(error)
-            if late is None:
+            if (late := deadline_in(error)) is None:
                 raise
             raise Deadline(dog.explain(late), on=late.on) from error

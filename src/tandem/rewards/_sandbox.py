@@ -229,12 +229,11 @@ def main() -> None:
         request = json.loads(line)
         worker = os.fork()
         if worker == 0:
-            code = 1
             try:
                 _answer(run(isolated, **request))
-                code = 0
+                os._exit(0)
             finally:
-                os._exit(code)
+                os._exit(1)
         if os.waitpid(worker, 0)[1] != 0:
             _answer({"output": "", "status": None, "failed": True})
 

@@ -44,8 +44,7 @@ class CosineLength(Reward):
         self.accuracy.prepare()
 
     def __call__(self, rollout: Rollout) -> float | None:
-        reward = self.accuracy(rollout)
-        if reward is None:
+        if (reward := self.accuracy(rollout)) is None:
             return None
         full = self.accuracy.full_marks
         right = reward >= (1.0 if full is None else full)

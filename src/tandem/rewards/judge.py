@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tandem.errors import ConfigError, RewardError, bounded, redacted
 from tandem.rewards.base import Failure, GroupReward, Outcome, Verdict
+from tandem.together import cancel
 from tandem.types import Message, Rollout, column
 
 if TYPE_CHECKING:
@@ -189,10 +190,7 @@ class Judge(GroupReward):
         try:
             await asyncio.wait(answers.values(), timeout=self.deadline_seconds)
         finally:
-            late = [task for task in answers.values() if not task.done()]
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await cancel(*(task for task in answers.values() if not task.done()))
             await client.close()
         scores = [[self._verdict(answers[each[:2]], each.number) for each in one] for one in questions]
         results = [task.result() for task in answers.values() if not task.cancelled()]

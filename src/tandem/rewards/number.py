@@ -20,8 +20,7 @@ class Number(Reward):
     """Only numbers after the last such text count, for example ####; empty: all do."""
 
     def __call__(self, rollout: Rollout) -> float:
-        gold = last_number(rollout.task.answer)
-        if gold is None:
+        if (gold := last_number(rollout.task.answer)) is None:
             raise ValueError(f"the gold answer {rollout.task.answer!r} of task {rollout.task.id} holds no number")
         reply = rollout.final_message
         if self.after:

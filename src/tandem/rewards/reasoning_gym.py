@@ -42,8 +42,7 @@ class ReasoningGymReward(Reward):
         return float(score) if self.partial or score >= 1 else 0.0
 
     def _extracted(self, reply: str, gold: str) -> str | None:
-        tagged = last_tag(reply, self.tag)
-        if tagged is not None:
+        if (tagged := last_tag(reply, self.tag)) is not None:
             return tagged
         return last_number(reply) if is_number(gold) else reply.strip()
 

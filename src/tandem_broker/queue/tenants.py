@@ -127,8 +127,7 @@ class Tenants:
         Raises:
             Busy: the most are known, and none of them is gone.
         """
-        known = (tenant for tenant in self.by_id.values() if key is not None and tenant.key == key)
-        tenant = next(known, None)
+        tenant = next((known for known in self.by_id.values() if key is not None and known.key == key), None)
         if tenant is None:
             self._make_room()
             names = {tenant.name for tenant in self.by_id.values()}

@@ -229,8 +229,7 @@ class BrokerServer:
     async def _scored_data_list(self, request: web.Request) -> web.StreamResponse:
         receipts = self._put(await self.bodies.read(request, read_groups), request)
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
-        buffered = [receipt for receipt in receipts if receipt.kind == "buffered"]
-        if buffered:
+        if buffered := [receipt for receipt in receipts if receipt.kind == "buffered"]:
             answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1].buffered}
         return reply(answer)
 

@@ -81,8 +81,7 @@ class Bodies:
         if size is not None and size > most:
             raise _too_large(size, most)
         with self._reserved(most if size is None else size):
-            body = await self._collected(request, most)
-            if not body:
+            if not (body := await self._collected(request, most)):
                 raise Malformed("missing", (), "Field required")
             kind = request.content_type if "Content-Type" in request.headers else "(none)"
             if not kind.endswith(("/json", "+json")):  # any web page could send it

@@ -58,15 +58,14 @@ class TrainerRecipe(Reader):
         self.require("model-name", "a Hugging Face id or a folder")
         self.settle_all(self._conditions())
         every = 1 if self._each_step else self["vllm-restart-interval"]
-        if self["env"]:
-            self.put("evaluate.tasks", 0)
-        else:
-            self.put("broker", self["atropos-url"])
         # Groups wait between two publishes, and in a server's queue: Atropos' environments queue three batches and
         # sample a fourth.
         if lag := every - 1 + (0 if self["env"] else 4):
             self.put("max_lag", lag)
-        if not self["env"]:
+        if self["env"]:
+            self.put("evaluate.tasks", 0)
+        else:
+            self.put("broker", self["atropos-url"])
             self.note("atropos-url", f"groups that are more than {lag} steps old (max_lag) are left out")
         self._batch()
         self.put("advantage", {"kind": "grpo", "std": "population", "eps": 1e-8})

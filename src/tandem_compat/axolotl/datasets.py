@@ -73,8 +73,7 @@ class AxolotlDatasets(Environment):
     def tasks(self, split: Split) -> Sequence[Task]:
         rows: list[DataRow] = []
         for number, (entry, raw) in enumerate(self._sets(split)):
-            change = _transform(self.cfg, entry, number)
-            if change:
+            if change := _transform(self.cfg, entry, number):
                 raw = [new for row in raw if (new := changed(row, change, entry["type"]))]
             rows += raw
         part = _TransformedRows(path="-", answer="")
@@ -184,8 +183,7 @@ def _transform(cfg: Mapping[str, Any], entry: Mapping[str, Any], number: int) ->
     Raises:
         EnvError: it cannot be made.
     """
-    path = entry.get("type")
-    if path is None:
+    if (path := entry.get("type")) is None:
         return None
     function = imported("datasets: type", path)
     parameters = inspect.signature(function).parameters

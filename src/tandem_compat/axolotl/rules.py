@@ -421,8 +421,7 @@ def _data(recipe: AxolotlRecipe) -> None:
     if recipe["trl.rollout_func"]:
         recipe.put("env.kind", rollout.ENV, "trl.rollout_func")
         recipe.copy("trl.rollout_func", "env.rollout_func")
-        template = recipe.tree.entries.get("chat_template")
-        if template is not None:
+        if (template := recipe.tree.entries.get("chat_template")) is not None:
             recipe.put("env.chat_template", plain(template), "chat_template")
 
 

@@ -81,9 +81,7 @@ def row(columns: dict[str, Json]) -> dict[str, Json]:
     if columns.get("tools"):
         raise ValueError("it has tools, which its prompt would not name; write them into the system message")
     messages = _messages(columns)
-    reply = None
-    if messages and messages[-1].get("role") == "assistant":
-        reply = messages.pop().get("content")
+    reply = messages.pop().get("content") if messages and messages[-1].get("role") == "assistant" else None
     answers = [columns.get(name) for name in ("solution", *_ANSWERS)]
     gold = next((answer for answer in [*answers, reply] if answer is not None), "")
     return {**columns, "prompt": messages, "solution": gold, GOLD: gold if isinstance(gold, str) else str(gold)}

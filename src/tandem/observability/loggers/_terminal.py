@@ -69,8 +69,7 @@ class PlainWriter:
 
     def _seconds_left(self) -> float | None:
         """Estimate from the recent steps, and how long the one under way has lasted; None before there are two."""
-        gaps = [b - a for a, b in itertools.pairwise(list(self._ends))]
-        if not gaps:
+        if not (gaps := [b - a for a, b in itertools.pairwise(list(self._ends))]):
             return None
         gone, steps = time.monotonic() - self._ends[-1], self._info.steps - self._step
         return max(statistics.fmean(gaps) * steps - gone, 0.0)

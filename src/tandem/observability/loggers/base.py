@@ -49,6 +49,16 @@ class Writer(Protocol):
         return
 
 
+class TrackerWriter(Writer):
+    """Base of writers to a tracker's run, beside the library that it is of."""
+
+    def __init__(self, run: Any, library: Any) -> None:
+        self._run, self._library = run, library
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 class MetricsLogger(ABC):
     """A frozen dataclass whose fields are its options."""
 

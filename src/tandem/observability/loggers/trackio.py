@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer, completion_rows, library
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, TrackerWriter, Writer, completion_rows, library
 from tandem.types import Json
 
 
@@ -44,10 +43,7 @@ class Trackio(MetricsLogger):
         return _TrackioWriter(run, trackio)
 
 
-class _TrackioWriter(Writer):
-    def __init__(self, run: Any, library: Any) -> None:
-        self._run, self._library = run, library
-
+class _TrackioWriter(TrackerWriter):
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
 
@@ -55,6 +51,3 @@ class _TrackioWriter(Writer):
         if name == "completions":
             table = self._library.Table(data=completion_rows(fields))
             self._run.log({"completions": table}, step=fields["step"])
-
-    def close(self) -> None:
-        self._run.finish()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer, completion_rows, library
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, TrackerWriter, Writer, completion_rows, library
 from tandem.types import Json
 
 
@@ -56,10 +56,7 @@ class Wandb(MetricsLogger):
         return _WandbWriter(run, wandb)
 
 
-class _WandbWriter(Writer):
-    def __init__(self, run: Any, library: Any) -> None:
-        self._run, self._library = run, library
-
+class _WandbWriter(TrackerWriter):
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log({"step": step, **scalars})
 
@@ -71,6 +68,3 @@ class _WandbWriter(Writer):
             rows = completion_rows(fields)
             table = self._library.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
             self._run.log({"step": fields["step"], "completions": table})
-
-    def close(self) -> None:
-        self._run.finish()

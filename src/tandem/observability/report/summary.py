@@ -148,8 +148,7 @@ def last_mark(events: Sequence[Mapping[str, Json]]) -> Mapping[str, Json] | None
 
 def failed(events: Sequence[Mapping[str, Json]]) -> tuple[float, str] | None:
     """Time and error of a failed run; None if its last command did not end with an error."""
-    last = last_mark(events)
-    if last is None or ENDS.get(last["event"]) != "failed":
+    if (last := last_mark(events)) is None or ENDS.get(last["event"]) != "failed":
         return None
     return float(last.get("time", 0.0)), str(last.get("message") or last.get("why") or "")
 
@@ -157,8 +156,7 @@ def failed(events: Sequence[Mapping[str, Json]]) -> tuple[float, str] | None:
 def _status(run: RunFolder, steps: int, planned: Json) -> str:
     if run.process == "alive":
         return "running"
-    last = last_mark(run.events)
-    if last is not None and last["event"] in ENDS:
+    if (last := last_mark(run.events)) is not None and last["event"] in ENDS:
         return ENDS[last["event"]]
     if isinstance(planned, int) and steps >= planned > 0:
         return "finished"
@@ -181,9 +179,7 @@ def _running(run: RunFolder) -> tuple[list[float], float]:
 
 
 def _beyond(before: Row | None, after: Row | None) -> bool:
-    if not before or not after or not before["ci"] or not after["ci"]:
-        return False
-    return bool(after["ci"][0] > before["ci"][1])
+    return bool(before and after and before["ci"] and after["ci"] and after["ci"][0] > before["ci"][1])
 
 
 def episodes(run: RunFolder) -> list[Row]:

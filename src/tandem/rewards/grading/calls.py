@@ -102,10 +102,10 @@ class Called:
             return Outcome([_verdict(value)])
         values, count = value.tolist() if hasattr(value, "tolist") else value, len(log.rows)
         if not isinstance(values, (list, tuple)):
-            bad = _bad(f"returned {_shown(values)}; expected a list: a number or None for each completion")
-            return Outcome([bad] * count)
+            why = f"returned {_shown(values)}; expected a list: a number or None for each completion"
+            return Outcome([Failure("bad_value", why)] * count)
         if len(values) != count:
-            return Outcome([_bad(f"returned {len(values)} rewards for {count} completions")] * count)
+            return Outcome([Failure("bad_value", f"returned {len(values)} rewards for {count} completions")] * count)
         return Outcome([_verdict(value) for value in values], log.rows if any(log.rows) else ())
 
     def _columns(self, rollouts: Sequence[Rollout], steps: int | None, log: _Log) -> dict[str, Any]:
@@ -234,11 +234,7 @@ def _verdict(value: Any) -> Verdict:
     number: Any = value if isinstance(value, numbers.Real) else math.nan
     if -_MOST <= number <= _MOST:
         return float(number)
-    return _bad(f"returned {_shown(value)}; expected a number from -1e18 to 1e18, or None")
-
-
-def _bad(text: str) -> Failure:
-    return Failure("bad_value", text)
+    return Failure("bad_value", f"returned {_shown(value)}; expected a number from -1e18 to 1e18, or None")
 
 
 def _shown(value: object) -> str:

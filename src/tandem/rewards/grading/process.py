@@ -17,6 +17,7 @@ import msgspec
 
 from tandem.errors import RewardError
 from tandem.observability import waits
+from tandem.processes import kill_group
 from tandem.rewards.base import Failure
 from tandem.rewards.grading.grader import HEADER, Ability, Order, RewardCall
 
@@ -131,8 +132,7 @@ class GradingProcess:
         """End the process at once, and with it whatever its rewards started."""
         if self.alive:
             self._stopped = True
-            with contextlib.suppress(ProcessLookupError):  # it ended in this very moment
-                os.killpg(self._process.pid, signal.SIGKILL)  # its own group: start_new_session made it the leader
+            kill_group(self._process.pid)  # start_new_session made it the leader
         self._stdin.close()
         async with waits.waiting(waits.actor("grading"), "its end by SIGKILL", on=self._name):
             await self._process.wait()
@@ -150,8 +150,7 @@ class GradingProcess:
     def _end_children(self) -> None:
         """Kill what is left of the group that it led. No other process gets its pid while one of them lives."""
         if not Path(f"/proc/{self._process.pid}").exists():
-            with contextlib.suppress(ProcessLookupError):  # none is left
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
 
     @property
     def _name(self) -> str:

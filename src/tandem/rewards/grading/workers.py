@@ -173,10 +173,9 @@ class Graders:
 
     def _tell(self, name: str, failure: Failure, text: str) -> None:
         """Log a failure; the first of its kind as a warning."""
-        first = (name, failure.reason) not in self._warned
+        level = logging.DEBUG if (name, failure.reason) in self._warned else logging.WARNING
         self._warned.add((name, failure.reason))
         where = f"; tracebacks are in {self._log}" if self._log else ""
-        level = logging.WARNING if first else logging.DEBUG
         logger.log(level, "%s; its rollout is left out%s", text, where)
 
     def _graded(self, rollout: Rollout, marks: _Marks) -> Rollout:

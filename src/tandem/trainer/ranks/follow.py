@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, closing
@@ -23,7 +21,7 @@ from tandem.distributed.follower import Follower, Handler
 from tandem.distributed.placement import Placement
 from tandem.engines.base import EngineRequirements
 from tandem.errors import RankError
-from tandem.observability import vitals
+from tandem.observability import vitals, watchdog
 from tandem.trainer import memory_plan
 from tandem.trainer.checkpoint import load_states, staged_states, staging_of
 from tandem.trainer.pairs import engine_devices, is_cut, ranks_of_engine
@@ -69,9 +67,7 @@ async def follow(config: RunConfig, placement: Placement) -> Path:
 
 def _leave(error: RankError) -> None:
     """End the process at once, and say why: what would have said so is still waited for."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"tandem: {error}\n")
-        sys.stderr.flush()
+    watchdog.say(str(error))
     os._exit(RankError.exit_code)
 
 
