@@ -131,6 +131,13 @@ def make(monkeypatch: pytest.MonkeyPatch, lists: type) -> Any:
     return scheduler(vllm_config=SimpleNamespace(scheduler_config=Config()))
 
 
+def test_the_server_is_answered_between_launches_of_a_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    intervals: list[float] = []
+    monkeypatch.setattr(sys, "setswitchinterval", intervals.append)
+    make(monkeypatch, LogprobsLists)
+    assert intervals == [0.001]
+
+
 class Config:
     """vLLM's: without a name it chooses for itself."""
 

@@ -378,8 +378,7 @@ class Frontend:
     async def _go_on(self) -> None:
         if self.derives:
             await self.rpc("tandem_derive")
-        async with self._handing_in:  # before more is handed in
-            await self.client.resume_generation()
+        await self.client.resume_generation()
         if self._stood_since is not None:
             self._stood, self._stood_since = self._stood + time.monotonic() - self._stood_since, None
 
