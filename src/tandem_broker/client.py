@@ -293,11 +293,12 @@ class EnvClient(_Client):
         assert self.ticket is not None, "register first"
         body = messages.EnvName(env_id=self.ticket.env_id)
         try:
-            return parse(await self.connection.ask("GET", "/status-env", body), messages.EnvStatus)
+            answer = await self.connection.ask("GET", "/status-env", body)
         except RequestRefused as error:
             if error.status == 401:  # 403: the id is that of another key's environment
                 raise
             return None
+        return parse(answer, messages.EnvStatus)
 
 
 class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -68,7 +68,8 @@ def _lay(tree: Branch, cls: type, path: list[str], value: Tree, where: str, prob
         if option and isinstance(inner, Leaf) and inner.value is not None:
             inner = within(option, inner)
         if depth < len(path):
-            inner = Branch(where=where) if inner is None else inner
+            if inner is None:
+                inner = Branch(where=where)
             if not isinstance(inner, Branch):
                 problems.add(where, f"{'.'.join(path[:depth])} is a single value at {inner.where}; it has no options")
                 return

@@ -59,7 +59,8 @@ class Dataset(DataSource, Environment):
         """Rows of a split, transformed after the split is decided."""
         change = self._change()
         for row in self.rows(split, self._key):
-            if (new := changed(row, change, self.transform) if change else row) is not None:
+            new = changed(row, change, self.transform) if change else row
+            if new is not None:
                 yield new
 
     def _change(self) -> Callable[[dict[str, Json]], Any] | None:

@@ -33,6 +33,7 @@ from tandem.rollout.oversampling import MOST, Oversample, SignalForecast
 from tandem.rollout.replay import ReplayBuffer
 from tandem.rollout.source import Batch, DataState, Draw
 from tandem.rollout.task_sampler import EnvRunner, TaskSampler
+from tandem.together import cancel
 from tandem.types import Group, Json
 
 log = logging.getLogger(__name__)
@@ -175,9 +176,7 @@ class RolloutBuffer:
         try:
             yield self
         finally:
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+            await cancel(*self._running)
 
     async def take(self) -> Batch:
         """The next batch: of each environment the groups admitted first. They keep their slots until it frees them.

@@ -86,7 +86,8 @@ def served_model(url: str, key: str = "", seconds: float = ENGINE_SECONDS) -> st
     if not 0 < status < 500:
         raise EngineError(f"no engine answers at {root} (--openai.base_url) within {seconds:g} s")
     status, listed = get_json(f"{root}/v1/models", key)
-    if models := listed.get("data") if isinstance(listed, dict) else None:
+    models = listed.get("data") if isinstance(listed, dict) else None
+    if models:
         return str(models[0].get("root") or models[0]["id"])
     raise EngineError(f"engine {root} does not say what it serves (status {status}): give --env.tokenizer_name")
 

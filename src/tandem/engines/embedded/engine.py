@@ -28,6 +28,7 @@ from tandem.model.penalties import Penalties, penalise_rows
 from tandem.model.policy import Policy
 from tandem.model.sampling import draw, restrict, uniform
 from tandem.observability import waits
+from tandem.together import cancel
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
 
 _AHEAD = 128
@@ -161,8 +162,7 @@ class EmbeddedEngine(Engine):
     async def close(self) -> None:
         self._failure = self._failure or "the engine is closed"
         async with self._stepping:  # the step under way ends first: it is in another thread
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel(self._task)
             self._fail(EngineError(self._failure))
             self._cache.clear()
 

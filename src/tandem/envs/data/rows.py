@@ -103,9 +103,11 @@ class DataSource:
         Raises:
             EnvError: they cannot be read; names the file and line.
         """
-        shared = self.shared
-        for row in self._all("train" if shared else split):
-            if not shared or split_of(key(row), self.test_share) == split:
+        if not self.shared:
+            yield from self._all(split)
+            return
+        for row in self._all("train"):
+            if split_of(key(row), self.test_share) == split:
                 yield row
 
     def inert(self) -> Mapping[str, str]:

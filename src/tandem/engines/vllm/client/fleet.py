@@ -18,7 +18,7 @@ from tandem.engines.vllm.client.http import ApiKeyRefused, EngineServer, EngineU
 from tandem.engines.vllm.client.process import EngineProcess, EngineRecord
 from tandem.errors import Deadline, EngineError
 from tandem.observability import waits
-from tandem.together import all_ended, together
+from tandem.together import all_ended, cancel, together
 from tandem.transport import sharing
 
 log = logging.getLogger(__name__)
@@ -409,8 +409,7 @@ class Fleet:
         self.closed = True
         self.ready.set()
         if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+            await cancel(self._watching)
         for server in self._away:
             await server.close()
         for index, server in enumerate(self.servers):

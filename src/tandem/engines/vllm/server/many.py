@@ -15,6 +15,7 @@ from tandem.engines.vllm.server.adapters import Adapters
 from tandem.engines.vllm.server.admission import EngineLimits
 from tandem.engines.vllm.server.asgi import Receive, Send, disconnected, problem, unless
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
+from tandem.together import cancel
 
 TICK = 0.02
 """Seconds between the moments at which answers are sent, those of all requests alike: a turn of the client's event loop
@@ -146,6 +147,4 @@ class _Answers:
 
     async def close(self) -> None:
         """End all that is under way."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)  # what was sampled is aborted by now
+        await cancel(*self._tasks.values())  # what was sampled is aborted by now
