@@ -18,6 +18,7 @@ from tandem.cli.app import app
 from tandem.cli.serve import serving
 from tandem.config.loading import from_options, load
 from tandem.errors import ConfigError
+from tandem.model import packing
 from tandem.trainer import assemble
 
 
@@ -90,19 +91,29 @@ def test_runs_are_listed_and_compared_task_by_task() -> None:
         tandem("runs", "elsewhere")
 
 
-@pytest.fixture
-def run(tiny_model: Path) -> Path:
+def trained(model: Path) -> Path:
     """A run of one step, with a checkpoint."""
     options: dict[str, Any] = {
-        "model": str(tiny_model), "steps": 1, "env": "arithmetic", "groups_per_step": 1, "group_size": 2,
+        "model": str(model), "steps": 1, "env": "arithmetic", "groups_per_step": 1, "group_size": 2,
         "sampling": {"max_tokens": 4}, "zero_variance_groups": "keep", "evaluate": {"tasks": 0}, "loggers": [],
         "dtype": "float32", "threads": 1, "name": "a",
     }  # fmt: skip
     return asyncio.run(assemble.train(from_options(options, [], Path("recipe")).config, resume=None))
 
 
+def test_a_run_says_that_prompts_are_computed_with_each_answer(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fails = packing.Comparison(tree="fails", prefix="fails (no such layer)", plain=0.0, end=None)
+    monkeypatch.setattr(packing, "compared", lambda config: fails)
+    trained(tiny_model)
+    assert "each answer is computed with its prompt again (packing: plain)" in caplog.text
+    assert "by prefix fails (no such layer)" in caplog.text
+
+
 @pytest.mark.slow
-def test_a_trained_model_is_talked_to_and_served(run: Path) -> None:
+def test_a_trained_model_is_talked_to_and_served(tiny_model: Path) -> None:
+    run = trained(tiny_model)
     text = tandem("chat", str(run), text="What is 1 + 1?\n\n")
     assert "before: " in text
     assert "after:  " in text

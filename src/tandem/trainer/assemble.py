@@ -107,6 +107,8 @@ async def _train(
         longest = environments.longest_prompt(config, model, tasks.get("train", {}))
         planner = memory.Planner(config, model, prompt_tokens=longest, resumed=resume)
         planner.plan(config).require()
+        if (choice := planner.modelled.choice).packing == "plain" and config.packing == "auto":
+            log.warning("each answer is computed with its prompt again (packing: plain): %s", choice.why)
         as_divided = memory.with_gradients(planner, config)
     folder = dog.folder = resume or run_folder.new_folder(recipe)
     lock.take(folder)
