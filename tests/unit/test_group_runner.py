@@ -54,6 +54,10 @@ class Marks:
             for r in rollouts
         ]
 
+    async def grade_one(self, rollout: Rollout) -> Rollout:
+        (graded,) = await self.grade([rollout])
+        return graded
+
 
 def play(
     template: Template,

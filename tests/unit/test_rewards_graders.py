@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -351,6 +351,48 @@ def test_groups_are_graded_side_by_side() -> None:
     _, (hung, *fine) = asyncio.run(go())
     assert hung[0].status == "error"
     assert [rollouts[0].reward for rollouts in fine] == [1.0, 1.0]
+
+
+def test_answers_that_find_no_process_free_share_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 24, each of a group of its own, those that raise, hang or end their process cost no other."""
+    jobs: list[int] = []
+    grade = Graders.grade
+
+    async def noted(graders: Graders, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        jobs.append(len(rollouts))
+        return await grade(graders, rollouts)
+
+    monkeypatch.setattr(Graders, "grade", noted)
+    replies = ["7", "raise", "7", "die", "7", "hang", *["7"] * 18]
+    answers = [replace(rollout, id=f"t@{i}/0") for i, rollout in enumerate(group(*replies))]
+
+    async def go() -> list[Rollout]:
+        async with Graders({"f": ("sample_graders:by_text", 1.0)}, workers=2, timeout=1.0) as graders:
+            return list(await asyncio.gather(*map(graders.grade_one, answers)))
+
+    got = asyncio.run(go())
+    assert [rollout.id for rollout in got] == [rollout.id for rollout in answers]
+    assert [rollout.reward for rollout in got] == [None if reply != "7" else 1.0 for reply in replies]
+    assert jobs[:3] == [1, 1, 6]  # two processes are free; then a quarter of the 22 that wait
+    assert sum(jobs) == 24
+
+
+def test_answers_that_are_not_graded_any_more_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> list[Any]:
+        async with Graders({"f": ("sample_graders:by_text", 1.0)}, timeout=30.0) as graders:
+            under_way, behind = (asyncio.ensure_future(graders.grade_one(*group(reply))) for reply in ("hang", "7"))
+            await asyncio.sleep(0.2)
+        ended = await asyncio.gather(under_way, behind, return_exceptions=True)
+
+        async def refuses(graders: Graders, rollouts: Sequence[Rollout]) -> list[Rollout]:
+            raise RewardError("no process starts")
+
+        monkeypatch.setattr(Graders, "grade", refuses)
+        graders = Graders({"f": ("sample_graders:by_text", 1.0)})
+        return [*ended, *await asyncio.gather(*map(graders.grade_one, group("7", "8")), return_exceptions=True)]
+
+    ended = asyncio.run(asyncio.wait_for(go(), 20))
+    assert [type(each) for each in ended] == [asyncio.CancelledError] * 2 + [RewardError] * 2
 
 
 def test_a_worker_killed_while_idle_is_replaced_without_blame() -> None:

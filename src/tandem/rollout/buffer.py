@@ -387,6 +387,8 @@ class RolloutBuffer:
 
     def _replace(self, entry: Entry) -> bool:
         """Replace a group without signal by one that was trained before; False if there is none."""
+        if not self._replay.stored:
+            return False
         waiting = {other.group.id for other in self._entries if not other.in_flight}
         # At the latest it is trained when all that sampling may be ahead by is used up.
         latest = self.version() + self.ahead

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Literal
+from typing import Literal, TypeVar
 
 from tandem.engines.base import Sampler
 from tandem.envs.base import Environment
@@ -22,6 +22,8 @@ from tandem.rollout.turns import last_completion
 from tandem.types import Group, Rollout, Sampling, Task
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,23 +61,21 @@ class GroupRunner:
         finishes = type(self.env).finish is not Environment.finish
         singly = self.graders.singly and not finishes
 
-        async def answer(number: int) -> list[Rollout]:
+        async def answer(number: int) -> Rollout:
             rollout = await self._play(task, prompt, f"{id}/{number}", sampling)
-            return await self._graded(id, [rollout]) if singly else [rollout]
+            return await self._graded(id, self.graders.grade_one(rollout)) if singly else rollout
 
-        played = await asyncio.gather(*map(answer, range(size)))
-        rollouts: Sequence[Rollout] = [rollout for (rollout,) in played]
+        rollouts: Sequence[Rollout] = await asyncio.gather(*map(answer, range(size)))
         if finishes:
             rollouts = await self._finished(id, rollouts)
-        graded = rollouts if singly else await self._graded(id, rollouts)
+        graded = rollouts if singly else await self._graded(id, self.graders.grade(rollouts))
         group = Group(id=id, index=index, env=self.name, rollouts=tuple(map(self._cut, graded)))
         if self.teacher is None:
             return group
         judging = judged(group, self.teacher)
         return await waits.wait(judging, owner=f"rollouts group {id}", reason="its tokens' advantages", on="teacher")
 
-    async def _graded(self, id: str, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        grading = self.graders.grade(rollouts)
+    async def _graded(self, id: str, grading: Awaitable[T]) -> T:
         return await waits.wait(grading, owner=f"rollouts group {id}", reason="rewards", on=f"grading of {id}")
 
     def _cut(self, rollout: Rollout) -> Rollout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -62,8 +62,8 @@ class Pool:
         """True if no reward takes groups, nor goes on beside other calls."""
         return not any(ability.takes_groups or ability.is_async for ability in self._abilities.values())
 
-    async def grade(self, rollouts: bytes, rows: tuple[int, ...], group: str) -> dict[RewardCall, Outcome]:
-        """Every reward's outcomes for these rows of a group.
+    async def grade(self, rollouts: bytes, rows: tuple[int, ...], groups: Sequence[str]) -> dict[RewardCall, Outcome]:
+        """Every reward's outcomes for these rows: of one group, or where no reward takes groups of several.
 
         A call during which its worker dies fails, and the others go on in a new worker. Of several that were under way
         then, each is made again by itself. So is one whose worker was killed from elsewhere.
@@ -79,7 +79,7 @@ class Pool:
                 if worker is None or not worker.alive:
                     worker = await self._start()
                 try:
-                    await self._collect(worker, rollouts, batches, outcomes, group)
+                    await self._collect(worker, rollouts, batches, outcomes, groups)
                 except WorkerDied as death:
                     worker = None
                     self.counts["restarts"] += 1
@@ -99,7 +99,12 @@ class Pool:
         return outcomes
 
     async def _collect(
-        self, worker: GradingProcess, rollouts: bytes, batches: Batches, outcomes: dict[RewardCall, Outcome], group: str
+        self,
+        worker: GradingProcess,
+        rollouts: bytes,
+        batches: Batches,
+        outcomes: dict[RewardCall, Outcome],
+        groups: Sequence[str],
     ) -> None:
         """Make the calls, and move each from its batch to the outcomes when it is answered; raises ``WorkerDied``."""
         worker.submit(rollouts, batches)
@@ -109,7 +114,7 @@ class Pool:
             until = time.monotonic() + seconds + (_LATE if self._abilities[batch[0].name].is_async else 0.0)
             while batch:
                 names = ", ".join(dict.fromkeys(call.name for call in batch))
-                reason = f"reward {names} of group {group}"
+                reason = f"reward {names} of group {groups[batch[0].rows[0]]}"
                 number, outcome = await worker.read(tuple[int, Outcome], until, seconds, reason)
                 call = next((call for call in batch if call.number == number), None)
                 if call is None or {len(outcome.verdicts), len(outcome.metrics or call.rows)} != {len(call.rows)}:

@@ -101,22 +101,18 @@ class GradingProcess:
             WorkerDied: the process crashed, passed the deadline, or sent something else and was killed.
         """
         left = max(0.0, until - time.monotonic())
-        reading = asyncio.ensure_future(self._stdout.readline())
         try:
             # This registers the wait; what enforces its deadline is below, since the process has to be killed then.
             with waits.blocking("grading", reason, self._name, left) as wait:
-                try:
-                    for timeout in (left, _GRACE_SECONDS):
-                        done, _ = await asyncio.wait({reading}, timeout=timeout)
-                        if done:
+                for timeout in (left, _GRACE_SECONDS):
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(timeout):
+                            line = await self._stdout.readline()
                             break
-                    else:
-                        await self.kill()
-                        late = Failure("timeout", f"took longer than {seconds:g} s and was stopped")
-                        raise WorkerDied(late) from wait.late()
-                finally:
-                    reading.cancel()
-                line = reading.result()
+                else:
+                    await self.kill()
+                    late = Failure("timeout", f"took longer than {seconds:g} s and was stopped")
+                    raise WorkerDied(late) from wait.late()
             if not line.endswith(b"\n"):
                 raise await self._ended()
             return msgspec.json.decode(line, type=kind)

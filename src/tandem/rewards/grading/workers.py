@@ -7,8 +7,9 @@ import logging
 import os
 import pickle
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -19,13 +20,17 @@ from tandem.rewards.base import Failure, Outcome, Reward
 from tandem.rewards.function import Function
 from tandem.rewards.grading.grader import Order, RewardCall
 from tandem.rewards.grading.pool import Pool
-from tandem.together import together
+from tandem.together import cancel, together
 from tandem.types import Rollout
 
 logger = logging.getLogger(__name__)
 
 MOST_LOG = 16 << 20
 """Bytes of the log, of which the last half is kept when it grows beyond them."""
+
+
+MOST_AT_ONCE = 8
+"""Answers that a process is handed in one message."""
 
 
 @dataclass(slots=True)
@@ -88,6 +93,9 @@ class Graders:
             )
             for names in pool_names
         ]
+        self._places = max((pool.size for pool in self._pools), default=1)
+        self._waiting: deque[tuple[Rollout, asyncio.Future[Rollout]]] = deque()
+        self._jobs: set[asyncio.Task[None]] = set()
 
     @property
     def singly(self) -> bool:
@@ -111,6 +119,10 @@ class Graders:
     async def __aexit__(self, *error: object) -> None:
         if self._trimming is not None:
             self._trimming.cancel()
+        for _, graded in self._waiting:
+            graded.cancel()
+        self._waiting.clear()
+        await cancel(*self._jobs)
         await asyncio.gather(*(pool.close() for pool in self._pools))
 
     async def grade(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -129,12 +141,52 @@ class Graders:
             return list(rollouts)
         since = time.perf_counter()
         marks = {row: _Marks() for row in rows}
-        packed, group = pickle.dumps(tuple(rollouts), pickle.HIGHEST_PROTOCOL), rollouts[0].id.rpartition("/")[0]
-        for outcomes in await together([pool.grade(packed, rows, group) for pool in self._pools]):
+        packed, groups = (
+            pickle.dumps(tuple(rollouts), pickle.HIGHEST_PROTOCOL),
+            [r.id.rpartition("/")[0] for r in rollouts],
+        )
+        for outcomes in await together([pool.grade(packed, rows, groups) for pool in self._pools]):
             for call, outcome in outcomes.items():
                 self._mark(marks, call, outcome)
         self._seconds += time.perf_counter() - since
         return [self._graded(rollout, marks[row]) if row in marks else rollout for row, rollout in enumerate(rollouts)]
+
+    async def grade_one(self, rollout: Rollout) -> Rollout:
+        """An answer as ``grade`` returns it, where ``singly``.
+
+        Answers that find no process free share its next message, whatever their groups: with one for each the event
+        loop has half as much again to do (``benchmarks/host.py``).
+        """
+        graded: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+        self._waiting.append((rollout, graded))
+        self._hand_out()
+        return await graded
+
+    def _hand_out(self) -> None:
+        """Begin a job for each free place, each with a half of its share, so that a slow answer delays few others."""
+        while self._waiting and len(self._jobs) < self._places:
+            share = min(MOST_AT_ONCE, -(-len(self._waiting) // (2 * self._places)))
+            job = self._job([self._waiting.popleft() for _ in range(share)])
+            # Of no answer's context, whose waits it would be counted as.
+            self._jobs.add(asyncio.create_task(job, context=Context()))
+
+    async def _job(self, entries: Sequence[tuple[Rollout, asyncio.Future[Rollout]]]) -> None:
+        waiting = [(rollout, graded) for rollout, graded in entries if not graded.done()]  # the others' were cancelled
+        try:
+            for (_, graded), rollout in zip(
+                waiting, await self.grade([rollout for rollout, _ in waiting]), strict=True
+            ):
+                if not graded.done():
+                    graded.set_result(rollout)
+        except Exception as error:
+            for _, graded in waiting:
+                if not graded.done():
+                    graded.set_exception(error)
+        finally:
+            for _, graded in waiting:  # of a job that was cancelled
+                graded.cancel()
+            self._jobs -= {asyncio.current_task()}
+            self._hand_out()
 
     def metrics(self) -> dict[str, Value]:
         """Counts since the last call: failed rollouts by reason, processes replaced, seconds spent grading."""
