@@ -22,6 +22,8 @@ RETRIES = 2
 _LATE = 1.0
 """Seconds that a process has to say that async calls of it passed their deadline, before it is killed."""
 
+Outcomes = dict[RewardCall, Outcome]
+
 Batches = deque[list[RewardCall]]
 """Calls in order; those of one batch are async and go on side by side."""
 
@@ -62,7 +64,7 @@ class Pool:
         """True if no reward takes groups, nor goes on beside other calls."""
         return not any(ability.takes_groups or ability.is_async for ability in self._abilities.values())
 
-    async def grade(self, rollouts: bytes, rows: tuple[int, ...], groups: Sequence[str]) -> dict[RewardCall, Outcome]:
+    async def grade(self, rollouts: bytes, rows: tuple[int, ...], groups: Sequence[str]) -> Outcomes:
         """Every reward's outcomes for these rows: of one group, or where no reward takes groups of several.
 
         A call during which its worker dies fails, and the others go on in a new worker. Of several that were under way
@@ -71,7 +73,7 @@ class Pool:
         Raises:
             RewardError: a worker had to be replaced and the new one does not start, or does not in time.
         """
-        outcomes: dict[RewardCall, Outcome] = {}
+        outcomes: Outcomes = {}
         batches, killed = self._batches(rows), Counter[RewardCall]()
         worker = await self._free_worker()
         try:
@@ -99,12 +101,7 @@ class Pool:
         return outcomes
 
     async def _collect(
-        self,
-        worker: GradingProcess,
-        rollouts: bytes,
-        batches: Batches,
-        outcomes: dict[RewardCall, Outcome],
-        groups: Sequence[str],
+        self, worker: GradingProcess, rollouts: bytes, batches: Batches, outcomes: Outcomes, groups: Sequence[str]
     ) -> None:
         """Make the calls, and move each from its batch to the outcomes when it is answered; raises ``WorkerDied``."""
         worker.submit(rollouts, batches)

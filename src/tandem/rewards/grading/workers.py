@@ -173,9 +173,8 @@ class Graders:
     async def _job(self, entries: Sequence[tuple[Rollout, asyncio.Future[Rollout]]]) -> None:
         waiting = [(rollout, graded) for rollout, graded in entries if not graded.done()]  # the others' were cancelled
         try:
-            for (_, graded), rollout in zip(
-                waiting, await self.grade([rollout for rollout, _ in waiting]), strict=True
-            ):
+            rollouts = await self.grade([rollout for rollout, _ in waiting])
+            for (_, graded), rollout in zip(waiting, rollouts, strict=True):
                 if not graded.done():
                     graded.set_result(rollout)
         except Exception as error:
