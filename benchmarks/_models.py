@@ -190,18 +190,24 @@ def build(shape: str, dtype: torch.dtype, folder: Path) -> Path:
     return target
 
 
+def described_by(shape: str) -> dict[str, Any]:
+    """Of a name, and after commas what else it has: ``qwen3-30b-a3b,num_hidden_layers=8,num_experts=8``."""
+    name, *others = shape.split(",")
+    return {**SHAPES[name], **{key: int(value) for key, value in (other.split("=") for other in others)}}
+
+
 def model_config(shape: str) -> Any:
     """Transformers' configuration of it."""
     from transformers import AutoConfig
 
-    special = tokenizer()
-    kind = "qwen3" if "head_dim" in SHAPES[shape] else "qwen2"
+    special, described = tokenizer(), described_by(shape)
+    kind = "qwen3" if "head_dim" in described else "qwen2"
     return AutoConfig.for_model(
         **{
             "model_type": kind,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
             "max_position_embeddings": CONTEXT,
-            **SHAPES[shape],
+            **described,
         },
         initializer_range=0.1 if shape == "tiny" else 0.02,
         bos_token_id=special.bos_token_id,
@@ -252,7 +258,7 @@ def main() -> None:
     where = Path(folder[0]) if folder else scratch(size(shape, dtype)) / "tandem-versus"
     model = build(shape, dtype, where.absolute())
     if not (model / "whole-vocabulary").exists():
-        tokenizer(SHAPES[shape]["vocab_size"]).save_pretrained(model)
+        tokenizer(described_by(shape)["vocab_size"]).save_pretrained(model)
         (model / "whole-vocabulary").touch()
     print(model)
 

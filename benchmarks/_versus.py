@@ -138,6 +138,7 @@ def add_engine(parser: Any) -> None:
     parser.add_argument(
         "--utilization", type=float, default=0.3, help="gpu_memory_utilization of an engine that shares"
     )
+    parser.add_argument("--cache", type=float, help="GB for its keys and values, where others fill the card meanwhile")
     parser.add_argument("--python", help="interpreter that has vLLM, for Tandem's engine; by default this one")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="more options of Tandem's vLLM, as JSON")
 
@@ -148,6 +149,8 @@ def engine_options(args: Any) -> dict[str, Any]:
 
     cuda, work = torch.cuda.is_available(), work_of(args)
     where = {"gpu_memory_utilization": args.utilization} if cuda else {"kv_cache_gb": 0.25, "enforce_eager": True}
+    if args.cache:
+        where["kv_cache_gb"] = args.cache
     more = {"python": args.python} if args.python else {}
     batched = {"max_num_batched_tokens": 4096, **args.engine_args}
     return {"max_num_seqs": work.groups * work.siblings, **where, "args": batched, **more}

@@ -5,6 +5,7 @@
     python benchmarks/versus_trl.py --table versus.jsonl more.jsonl
     python benchmarks/versus_trl.py --model SmolLM2-135M-Instruct --graded gsm8k/train.jsonl --tokens 1024 \\
         --groups 32 --halves tandem,trl                                          # real text, math_verify's grades
+    python benchmarks/versus_trl.py --in-turns --cache 8 --shape qwen3.5-2b      # both loaded, one of them at work
     python benchmarks/versus_trl.py --shape tiny --python .venv-engine/bin/python --halves tandem \\
         --groups 2 --siblings 2 --tokens 8 --prompt 40 --steps 3                 # on a CPU, to see that it works
 
@@ -12,6 +13,8 @@ Both get the same random model, the same prompts, answers of exactly so many tok
 synchronous and on-policy. Tandem's weights are the engine's (``sync: shared``); TRL's engine is colocated. A setting is
 a name and what it changes: dotted overrides of Tandem's recipe, or the settings of ``_versus_trl.py``. Each setting
 runs in a process of its own, for --limit seconds at most; Tandem's settings share one engine, unless --own-engine.
+With --in-turns both halves start at once, and TRL stands still from its first step on until all of Tandem's settings
+are measured; "card" is then what both have taken.
 
 A step is measured from its beginning to the next one's; medians, without the first two. Useful tokens are those of
 prompts and answers, a shared prompt's once for each answer. "tensors" is the peak of torch's allocations in the
@@ -25,11 +28,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +81,8 @@ class Bench:
         self.before = card.now() or 0.0
         self.model = Path()
         self.failed = 0
+        self.trl: subprocess.Popen[bytes] | None = None
+        """TRL's process, while it runs."""
 
     def left(self) -> float:
         """Seconds."""
@@ -86,6 +95,22 @@ class Bench:
             return
         self.model = made_apart(self.args.shape, self.args.folder)
 
+    def hold(self) -> None:
+        """Wait for TRL's first step, and let it stand still from then on."""
+        while self.trl is None or (self.trl.poll() is None and not self.trl_began()):
+            if self.left() < 0:
+                raise RuntimeError("TRL has made no step in time")
+            time.sleep(0.5)
+        self.signal_trl(signal.SIGSTOP)
+
+    def trl_began(self) -> bool:
+        """It has made a step."""
+        return any(line["kind"] == "step" for file in self.logs.glob("trl-*.jsonl") for line in read(file))
+
+    def signal_trl(self, number: int) -> None:
+        if self.trl is not None and self.trl.poll() is None:
+            os.killpg(self.trl.pid, number)
+
     def setting(self, half: str, text: str, command: list[str], *, limit: float | None = None) -> bool:
         """Run one, and note what it found; a run that was cut leaves the steps that it made. Whether it went well.
 
@@ -93,11 +118,17 @@ class Bench:
         """
         name = text.split()[0]
         limit = min(self.args.limit if limit is None else limit, self.left())
+        if self.args.in_turns and half == "trl":
+            limit = self.left()  # it stands still for most of it
+        if self.args.in_turns and half == "tandem":
+            self.hold()
         print(f"-- {half} {text} (at most {limit:.0f} s)", flush=True)
         lines, log = self.logs / f"{half}-{name}.jsonl", self.logs / f"{half}-{name}.log"
         self.card.mark()
         begin = time.monotonic()
         with ended(command, environment(), log) as process:
+            if half == "trl":
+                self.trl = process
             code, stopped = awaited(process, limit)
         if half == "tandem":
             print("".join(f"   {line[:200]}\n" for line in lines_of(log) if "WARNING" in line), end="", flush=True)
@@ -193,6 +224,28 @@ def _answers(url: str) -> bool:
 HALVES = {"tandem": tandem, "trl": trl}
 
 
+def attempt(bench: Bench, half: str) -> None:
+    """One half; where it fails the other one is still worth measuring."""
+    try:
+        HALVES[half](bench)
+    except RuntimeError as error:
+        bench.failed += 1
+        append(bench.args.out, half=half, setting="all", error=str(error))
+
+
+def in_turns(bench: Bench) -> None:
+    """Both halves, TRL's in a thread."""
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(attempt, bench, "trl")
+        try:
+            attempt(bench, "tandem")
+        except BaseException:
+            bench.signal_trl(signal.SIGKILL)
+            raise
+        bench.signal_trl(signal.SIGCONT)
+        beside.result()
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, nargs="+", help="show what these files hold together, and do nothing")
@@ -202,6 +255,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tandem", action="append", help="a setting: name and overrides; again for another")
     parser.add_argument("--override", action="append", default=[], help="an override of every setting of Tandem's")
     parser.add_argument("--trl", action="append", help="a setting: name and key=value; again for another")
+    parser.add_argument("--in-turns", action="store_true", help="both halves at once, one of which stands still")
     parser.add_argument("--own-engine", action="store_true", help="every setting of Tandem's starts its own engine")
     add_engine(parser)
     parser.add_argument("--trl-python", help="interpreter that has TRL; by default this one")
@@ -229,12 +283,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="versus-") as logs, Card() as card:
         bench = Bench(args, work_of(args), card, Path(logs))
         bench.make()
-        for half in args.halves.split(","):
-            try:
-                HALVES[half](bench)
-            except RuntimeError as error:  # the other half is still worth measuring
-                bench.failed += 1
-                append(args.out, half=half, setting="all", error=str(error))
+        if args.in_turns:
+            in_turns(bench)
+        else:
+            for half in args.halves.split(","):
+                attempt(bench, half)
         print("\n" + table([line for line in read(args.out)[earlier:] if line.get("half") in HALVES]))
     return int(bool(bench.failed))
 
