@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from stalls import measure
+from stalls import Place, measure
 from stalls_cases import CASES
 from support.tiers import long_but
 
+from tandem.config.loading import load
+
 QUICK = ("lost rollout", "compute thread in native code", "broker never answers", "engine ends as it starts")
+
+
+def test_every_case_has_options_that_there_are(tmp_path: Path) -> None:
+    for case in CASES:
+        place = Place(tmp_path / case.name.replace("/", "-"), case, tmp_path)
+        assert load(place.folder / "recipe.yaml").config.name == "run"
 
 
 @pytest.mark.slow

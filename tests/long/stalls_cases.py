@@ -55,8 +55,8 @@ AWAITED = {"rewards": {"awaited": {"kind": "stalls_rewards:awaited", "weight": 1
 JUDGE = {
     "rewards": {
         "judge": {
-            "kind": "judge", "weight": 1.0, "url": "http://127.0.0.1:{port}/v1", "model": "m", "timeout": 2.0,
-            "retries": 0, "deadline": GRADING,
+            "kind": "judge", "weight": 1.0, "url": "http://127.0.0.1:{port}/v1", "model": "m", "timeout_seconds": 2.0,
+            "retries": 0, "deadline_seconds": GRADING,
         }
     }
 }  # fmt: skip
@@ -83,7 +83,7 @@ STARTED = {
 CAST = {
     **_PATIENT,
     "engine": {"kind": "vllm", "urls": ["http://127.0.0.1:{port}"], **_SECONDS},
-    "sync": {"kind": "broadcast", "seconds": GROUP, "tolerance": 1e9, "backend": "gloo"},
+    "sync": {"kind": "broadcast", "timeout_seconds": GROUP, "tolerance": 1e9, "backend": "gloo"},
 }
 BROKER = {"env": None, "broker": {"url": "http://127.0.0.1:{port}"}, "max_lag": 1}
 EVALUATED = {**ENV, "evaluate": {"tasks": 2, "samples": 1, "after": False}}
@@ -111,7 +111,6 @@ CASES = (
     Case(name="deadlocked reward", named=HUNG, deadline=GRADING, code=0, recipe=REWARD),
     Case(name="reward loops in C", named=HUNG, deadline=GRADING, code=0, recipe=REWARD),
     Case(name="stopped grader", named=HUNG, deadline=GRADING, code=0, recipe=REWARD),
-    Case(name="killed grader", named="reward 'graded' crashed its process", deadline=0, code=0, recipe=REWARD),
     Case(name="async reward never returns", named=HUNG, deadline=GRADING, code=0,
          recipe=AWAITED),
     Case(name="full queue of graders", named=HUNG, deadline=GRADING, code=0,
@@ -150,8 +149,8 @@ CASES = (
          helper="engine"),
     Case(name="engine never answers", named=r"for engine http://127\.0\.0\.1:\d+ \(POST /generate\)", deadline=REQUEST,
          code=10, recipe=SWAP, helper="engine"),
-    Case(name="engine answers half", named=r"for engine http://127\.0\.0\.1:\d+ \(POST /generate\)", deadline=REQUEST,
-         code=0, recipe=SWAP, helper="engine"),
+    Case(name="engine answers half", named=r"for engine http://127\.0\.0\.1:\d+ \(POST /generate\)",
+         deadline=REQUEST + 2 * CONTROL, code=10, recipe=SWAP, helper="engine"),
     Case(name="/lora/load never answers", named=r"for engine http://127\.0\.0\.1:\d+ \(POST /lora/load\)",
          deadline=CONTROL, code=10, recipe=SWAP, helper="engine"),
     Case(name="/bridge/stamp never answers", named=r"for engine http://127\.0\.0\.1:\d+ \(POST /bridge/stamp\)",

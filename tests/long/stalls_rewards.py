@@ -54,8 +54,6 @@ def graded(rollout: Rollout) -> float:
         spell()
     if strikes("stopped grader"):
         os.kill(os.getpid(), signal.SIGSTOP)
-    if strikes("killed grader"):
-        os.kill(os.getpid(), signal.SIGKILL)
     if strikes("full queue of graders"):
         time.sleep(FOR_EVER)
     if os.environ.get("STALL") == "slow but living":
