@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 MOST_LOG = 16 << 20
 """Bytes of the log, of which the last half is kept when it grows beyond them."""
 
-
 MOST_AT_ONCE = 8
 """Answers that a process is handed in one message."""
 
@@ -141,10 +140,8 @@ class Graders:
             return list(rollouts)
         since = time.perf_counter()
         marks = {row: _Marks() for row in rows}
-        packed, groups = (
-            pickle.dumps(tuple(rollouts), pickle.HIGHEST_PROTOCOL),
-            [r.id.rpartition("/")[0] for r in rollouts],
-        )
+        packed = pickle.dumps(tuple(rollouts), pickle.HIGHEST_PROTOCOL)
+        groups = [rollout.id.rpartition("/")[0] for rollout in rollouts]
         for outcomes in await together([pool.grade(packed, rows, groups) for pool in self._pools]):
             for call, outcome in outcomes.items():
                 self._mark(marks, call, outcome)
