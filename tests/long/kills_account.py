@@ -259,11 +259,14 @@ CREATE TRIGGER IF NOT EXISTS accepted AFTER INSERT ON entries BEGIN
     INSERT INTO witness VALUES (NEW.id, 'accepted', NEW.version, NULL);
 END;
 CREATE TRIGGER IF NOT EXISTS gone AFTER DELETE ON entries BEGIN
-    INSERT INTO witness VALUES
-        (OLD.id, OLD.state, OLD.version, (SELECT json_extract(value, '$.policy') FROM facts WHERE name = 'progress'));
+    INSERT INTO witness VALUES (OLD.id, OLD.state, OLD.version, NULL);
+END;
+CREATE TRIGGER IF NOT EXISTS known AFTER INSERT ON facts WHEN NEW.name = 'progress' BEGIN
+    UPDATE witness SET policy = json_extract(NEW.value, '$.policy') WHERE policy IS NULL AND what != 'accepted';
 END;
 """
-"""Written in the transactions of the broker itself, so that a kill leaves both or neither."""
+"""Written in the transactions of the broker itself, so that a kill leaves both or neither. Its progress, and in it the
+policy, is the last that a transaction writes."""
 
 
 def watch(ledger: Path) -> None:

@@ -23,10 +23,12 @@ from typing import Any
 
 import torch
 from aiohttp import web
-from support import fake_vllm  # type: ignore[import-not-found]
 from transformers import DynamicCache, LlamaForCausalLM
 
 from tandem.engines.vllm.worker.parameter_map import ParameterMap, recorded
+
+sys.path.append(str(Path(__file__).parents[1]))  # where a script of this folder, or an engine, is started by itself
+from support import fake_vllm  # type: ignore[import-not-found]
 
 os.environ.pop("TANDEM_IN_PLACE", None)  # it speaks of vLLM's own kernels, and there are none here
 
