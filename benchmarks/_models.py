@@ -21,6 +21,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 256,
         "vocab_size": 4000,  # not a multiple of 64: vLLM pads it
         "tie_word_embeddings": True,
+        "initializer_range": 0.1,
     },
     "small": {  # sampling and training take some seconds each on one core
         "hidden_size": 512,
@@ -190,8 +191,8 @@ def build(shape: str, dtype: torch.dtype, folder: Path) -> Path:
     return target
 
 
-def described_by(shape: str) -> dict[str, Any]:
-    """Of a name, and after commas what else it has: ``qwen3-30b-a3b,num_hidden_layers=8,num_experts=8``."""
+def fields_of(shape: str) -> dict[str, Any]:
+    """A shape's configuration, with what follows its name in place of its own: ``qwen3-4b,num_hidden_layers=8``."""
     name, *others = shape.split(",")
     return {**SHAPES[name], **{key: int(value) for key, value in (other.split("=") for other in others)}}
 
@@ -200,16 +201,16 @@ def model_config(shape: str) -> Any:
     """Transformers' configuration of it."""
     from transformers import AutoConfig
 
-    special, described = tokenizer(), described_by(shape)
-    kind = "qwen3" if "head_dim" in described else "qwen2"
+    special, fields = tokenizer(), fields_of(shape)
+    kind = "qwen3" if "head_dim" in fields else "qwen2"
     return AutoConfig.for_model(
         **{
             "model_type": kind,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
             "max_position_embeddings": CONTEXT,
-            **described,
+            "initializer_range": 0.02,
+            **fields,
         },
-        initializer_range=0.1 if shape == "tiny" else 0.02,
         bos_token_id=special.bos_token_id,
         eos_token_id=special.eos_token_id,
         pad_token_id=special.pad_token_id,
@@ -258,7 +259,7 @@ def main() -> None:
     where = Path(folder[0]) if folder else scratch(size(shape, dtype)) / "tandem-versus"
     model = build(shape, dtype, where.absolute())
     if not (model / "whole-vocabulary").exists():
-        tokenizer(described_by(shape)["vocab_size"]).save_pretrained(model)
+        tokenizer(fields_of(shape)["vocab_size"]).save_pretrained(model)
         (model / "whole-vocabulary").touch()
     print(model)
 

@@ -118,10 +118,6 @@ class Bench:
         """
         name = text.split()[0]
         limit = min(self.args.limit if limit is None else limit, self.left())
-        if self.args.in_turns and half == "trl":
-            limit = self.left()  # it stands still for most of it
-        if self.args.in_turns and half == "tandem":
-            self.hold()
         print(f"-- {half} {text} (at most {limit:.0f} s)", flush=True)
         lines, log = self.logs / f"{half}-{name}.jsonl", self.logs / f"{half}-{name}.log"
         self.card.mark()
@@ -159,7 +155,8 @@ def trl(bench: Bench) -> None:
         lines = bench.logs / f"trl-{name}.jsonl"
         command = [bench.args.trl_python or sys.executable, str(HERE / "_versus_trl.py"), str(bench.model), str(lines)]
         command += ["--utilization", str(bench.args.utilization), *work_options(bench.work), *chosen]
-        bench.setting("trl", text, command)
+        limit = bench.left() if bench.args.in_turns else None  # it stands still for most of it
+        bench.setting("trl", text, command, limit=limit)
 
 
 def tandem(bench: Bench) -> None:
@@ -175,6 +172,8 @@ def tandem(bench: Bench) -> None:
             command = [sys.executable, str(HERE / "_versus_tandem.py"), str(bench.model), str(lines)]
             command += ["--url", url] if url else ["--engine", json.dumps(engine)]
             command += [*work_options(bench.work), *bench.args.override, *overrides]
+            if bench.args.in_turns:
+                bench.hold()
             bench.setting("tandem", text, command)
 
 
@@ -276,6 +275,8 @@ def main() -> int:
         return 0
     if unknown := set(args.halves.split(",")) - set(HALVES):
         raise SystemExit(f"there is no half {min(unknown)!r}; choose from {', '.join(HALVES)}")
+    if args.in_turns and set(args.halves.split(",")) != set(HALVES):
+        raise SystemExit(f"--in-turns needs both halves; leave --halves {args.halves} out")
     end_in_order()
     args.out = args.out.absolute()
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -354,7 +354,7 @@ def test_groups_are_graded_side_by_side() -> None:
 
 
 def test_answers_that_find_no_process_free_share_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 24, each of a group of its own, those that raise, hang or end their process cost no other."""
+    """Of 60, each of a group of its own, those that raise, hang or end their process cost no other."""
     jobs: list[int] = []
     grade = Graders.grade
 
@@ -363,7 +363,7 @@ def test_answers_that_find_no_process_free_share_its_messages(monkeypatch: pytes
         return await grade(graders, rollouts)
 
     monkeypatch.setattr(Graders, "grade", noted)
-    replies = ["7", "raise", "7", "die", "7", "hang", *["7"] * 18]
+    replies = ["7", "raise", "7", "die", "7", "hang", *["7"] * 54]
     answers = [replace(rollout, id=f"t@{i}/0") for i, rollout in enumerate(group(*replies))]
 
     async def go() -> list[Rollout]:
@@ -373,8 +373,9 @@ def test_answers_that_find_no_process_free_share_its_messages(monkeypatch: pytes
     got = asyncio.run(go())
     assert [rollout.id for rollout in got] == [rollout.id for rollout in answers]
     assert [rollout.reward for rollout in got] == [None if reply != "7" else 1.0 for reply in replies]
-    assert jobs[:3] == [1, 1, 6]  # two processes are free; then a quarter of the 22 that wait
-    assert sum(jobs) == 24
+    # Two processes are free; then each job is a quarter of those that wait, and eight at most.
+    assert jobs == [1, 1, 8, 8, 8, 8, 7, 5, 4, 3, 2, 2, 1, 1, 1]
+    assert sum(jobs) == 60
 
 
 def test_answers_that_are_not_graded_any_more_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ _LATE = 1.0
 """Seconds that a process has to say that async calls of it passed their deadline, before it is killed."""
 
 Outcomes = dict[RewardCall, Outcome]
+"""Of the calls that were answered."""
 
 Batches = deque[list[RewardCall]]
 """Calls in order; those of one batch are async and go on side by side."""
