@@ -55,6 +55,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "shared-lora": {"trainable": LORA, "sync": "shared", "max_lag": 1},
     "shared-merged": {"trainable": MERGED, "sync": "shared"},
     "shared-lora-apart": {"trainable": LORA, "sync": "shared", "engine": APART},
+    "shared-full-two": {"trainable": FULL, "sync": "shared", "engine": {"replicas": 2}, "max_lag": 1},
+    "shared-lora-two": {"trainable": LORA, "sync": "shared", "engine": {"replicas": 2}},
     "broadcast-full": {"trainable": FULL, "sync": "broadcast", "max_lag": 1},
     "broadcast-full-learning": {"trainable": FULL, "sync": "broadcast", "max_lag": 1, **LEARNING},
     "broadcast-lora": {"trainable": LORA, "sync": "broadcast"},
@@ -236,10 +238,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a share of a slice": (
         {"trainable": FULL, "sync": "shared", "engine": {"kind": "vllm", "tensor_parallel_size": 2}},
         "use sync: broadcast, or ranks: 2",
-    ),
-    "two engines share nothing": (
-        {"trainable": FULL, "sync": "shared", "engine": {"kind": "vllm", "replicas": 2}},
-        "use sync: broadcast",
     ),
     "somebody else's engine is not restarted": (
         {

@@ -66,6 +66,10 @@ KILLED: dict[str, tuple[Callable[[Left], int], dict[str, Any]]] = {
     "server": (lambda left: left.pid, {"trainable": {"kind": "full"}, "sync": "shared"}),
     "core": (Left.core, {"trainable": {"kind": "lora", "rank": 8, "alpha": 16}, "sync": "broadcast"}),
     "server of two ranks": (lambda left: left.pid, {"trainable": {"kind": "full"}, "sync": "broadcast", "ranks": 2}),
+    "server, one beside it": (
+        lambda left: left.pid,
+        {"trainable": {"kind": "full"}, "sync": "shared", "engine": engine(replicas=2)},
+    ),
     "server apart": (lambda left: left.pid, {"trainable": {"kind": "full"}, "sync": "shared", "engine": APART}),
     "core apart": (Left.core, {"trainable": {"kind": "full"}, "sync": "shared", "engine": APART}),
     "worker": (Left.worker, {"trainable": {"kind": "full"}, "sync": "shared", "engine": APART}),

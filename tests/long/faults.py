@@ -120,6 +120,8 @@ class Outcome:
 class SecondRank:
     """Rank 1 of two, a follower: a policy of its own, by the parts that do it in a follower's process."""
 
+    size = 2
+
     def __init__(self, lead: Policy, policy: Policy, trainable: Trainable):
         self.lead, self.policy, self.trainable = lead, policy, trainable
         self.writer, self.own = AdapterWriter(), Trained(trainable, policy)
@@ -193,7 +195,7 @@ class Bench:
     @property
     def slot(self) -> Any:
         """Where its adapter is written."""
-        return self.engine._writer if self.second is None else self.second.slot
+        return self.engine._writers[0] if self.second is None else self.second.slot
 
     async def gather(self) -> None:
         """Have every rank hold what the lead does, a process by way of a file."""

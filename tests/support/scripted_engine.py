@@ -286,7 +286,7 @@ class Scripted(Engine):
         self._at("export_weights")
         return {name: p.detach() for name, p in self._base().items()}
 
-    async def adapt(self, adapter: LoraAdapter) -> int:
+    async def adapt(self, adapter: LoraAdapter, *, everywhere: bool = True) -> int:
         self._at("move")
         return self._take(adapter.tensors)
 

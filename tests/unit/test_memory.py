@@ -192,6 +192,13 @@ def test_an_engine_of_its_own_takes_its_share_and_what_it_lends_is_in_it(model_c
     assert (on_a_host["weights"], on_a_host["engine"], on_a_host["loading"]) == (BOTH, 10**9, 2 * BOTH)
 
 
+def test_two_engines_that_share_have_a_copy_each_and_one_is_the_trainers(model_config: Any) -> None:
+    two = recipe(engine=vllm(replicas=2, kv_cache_gb=3.0), sync=part("sync", "shared"))
+    by = lines(planned(two, model_config, CARD))
+    assert (by["weights"], by["engine"], by["driver"]) == (2 * BOTH, 6 * 10**9, 3 * memory.DRIVER)
+    assert "engine's copy" not in by
+
+
 def test_replicas_on_other_cards_take_none_of_ours(model_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     sent = recipe(engine=vllm(replicas=2, devices=("1", "2,3")), sync=part("sync", "broadcast"))

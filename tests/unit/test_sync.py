@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import warnings
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
+import msgspec
 import pytest
 import torch
 from peft import PeftModel
@@ -34,7 +36,9 @@ from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.trainer.pairs import check_pairs
 from tandem.transport import collective
+from tandem.transport.bridge import VllmBridge
 from tandem.transport.checksums import checksums, digest
+from tandem.transport.sharing import attach, export_host
 from tandem.types import Completion, PolicyVersion, Sampling
 from tandem.weight_sync import broadcast
 from tandem.weight_sync.base import SyncContext, WeightSync
@@ -520,7 +524,8 @@ CAN: list[tuple[WeightSync, Trainable, EngineSpec]] = [
     ),
     (Hotswap(), Lora(), Vllm()),
     (Broadcast(), Full(), Vllm(tensor_parallel_size=2)),
-    (Broadcast(), Full(), Vllm(replicas=2)),
+    *((sync, Full(), Vllm(replicas=2)) for sync in (Shared(), Broadcast())),
+    (Shared(), Lora(), Vllm(urls=("http://a:1", "http://b:1"))),
     (Hotswap(), Lora(), Vllm(urls=("http://there:8000",))),
     (Restart(), Full(), Vllm(replicas=2)),
 ]
@@ -532,8 +537,7 @@ CANNOT: list[tuple[WeightSync, Trainable, EngineSpec, str]] = [
     (Hotswap(), Full(), Vllm(), "hotswap carries adapters alone.*trainable: full.*shared, broadcast or restart"),
     (Hotswap(), Lora(merged=True), Vllm(), "hotswap carries adapters alone.*trainable: lora changes whole weights"),
     (Shared(), Full(), Vllm(tensor_parallel_size=2), "tensor_parallel_size is 2.*broadcast"),
-    (Shared(), Full(), Vllm(replicas=3), "there are 3 engines.*broadcast"),
-    (Shared(), Full(), Vllm(urls=("http://a:1", "http://b:1")), "there are 2 engines.*broadcast"),
+    (Shared(bridge="b"), Full(), Vllm(urls=("http://a:1", "http://b:1")), "urls has 2: remove sync.bridge"),
     (Restart(), Full(), Vllm(urls=("http://there:8000",)), "not ours to end; use hotswap or broadcast"),
 ]
 
@@ -667,6 +671,65 @@ def test_an_engine_that_was_started_again_is_proven(policy: Policy, tiny_model: 
                     assert {"probe", "checksums"} <= set(engine.events)
 
     asyncio.run(work())
+
+
+# Several engines, of which the first has the trainer's weights
+
+
+@dataclass
+class Beside(Scripted):
+    """One with a second process, whose weights lie in memory that it lends."""
+
+    folder: Path = Path()
+    second: dict[str, Tensor] = field(default_factory=dict)
+    export: Any = None
+    lent: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda tensors: tensors
+
+    async def exports_of_ranks(self) -> Sequence[Any]:
+        tensors = self.lent({name: tensor.clone() for name, tensor in self._started_on.items()})
+        self.export = export_host(tensors, self.folder / str(self.restart_count))
+        self.second = attach(self.export.description)
+        places = {
+            n: [{"vllm_name": n, "device": "cpu", "size": t.shape, "stride": t.stride(), "offset": 0}]
+            for n, t in tensors.items()
+        }
+        return [json.loads(msgspec.json.encode(VllmBridge.of_places("m", self.export.description, places)))]
+
+    async def slots_of_ranks(self, adapter: LoraAdapter) -> Sequence[Any]:
+        raise AssertionError("no adapter here")
+
+    async def checksums(self, payload: Literal["weights", "adapter"]) -> Mapping[str, Mapping[str, int]]:
+        return {**await super().checksums(payload), "engine two": checksums(self.second.items())}
+
+
+def test_a_publish_copies_the_weights_into_further_engines(policy: Policy, tiny_model: Path, tmp_path: Path) -> None:
+    async def work(inner: Policy) -> None:
+        engine, ours = Beside(inner, Full(), folder=tmp_path), Full().base_names(policy.model)
+        async with open_session(Shared(), policy, engine, START, Full()) as session:
+            for step in (1, 2, 3):
+                if step == 2:
+                    engine.die()  # and is started again on what the model's folder has
+                async with session.commit(step) as commit:
+                    with torch.no_grad():
+                        policy.head.weight[3, 5] += 0.25
+                assert commit.published is not None
+                assert commit.published.bytes == sum(parameter.nbytes for parameter in ours.values())
+                assert all(torch.equal(engine.second[name], parameter) for name, parameter in ours.items())
+                assert engine.inner.head.weight.data_ptr() == policy.head.weight.data_ptr(), "the first one's are ours"
+
+    with live_policy(tiny_model) as inner:
+        asyncio.run(work(inner))
+
+
+def test_a_further_engine_that_lends_another_model_is_refused(policy: Policy, tiny_model: Path, tmp_path: Path) -> None:
+    async def work(inner: Policy) -> None:
+        engine = Beside(inner, Full(), folder=tmp_path, lent=lambda t: {name: v.double() for name, v in t.items()})
+        with pytest.raises(UnsupportedPair, match=r"float32 here and .* of torch.float64 in the engine"):
+            async with open_session(Shared(), policy, engine, START, Full()):
+                pass
+
+    with live_policy(tiny_model) as inner:
+        asyncio.run(work(inner))
 
 
 # Weights that no publish carries

@@ -584,6 +584,17 @@ def test_the_trainer_writes_the_slot_of_now(tmp_path: Path) -> None:
     publish(3)
 
 
+def test_one_rank_writes_the_slots_of_all_engines(tmp_path: Path) -> None:
+    servers = [Server(tmp_path), Server(tmp_path)]
+    live = VllmEngine(fleet_of(*servers), context=64, ends=[])
+    for seed in (0, 1):
+        copied = asyncio.run(live.adapt(trained(adapter(seed))))
+        assert copied == 2 * sum(tensor.nbytes for tensor in adapter().values())
+        want = expected(adapter(seed))
+        for server in servers:
+            assert all(torch.equal(tensor, want[name]) for name, tensor in server.held().items())
+
+
 def test_each_rank_writes_the_slot_of_its_own_engine(tmp_path: Path) -> None:
     servers = [Server(tmp_path), Server(tmp_path)]
     fleet = fleet_of(*servers)
@@ -592,7 +603,7 @@ def test_each_rank_writes_the_slot_of_its_own_engine(tmp_path: Path) -> None:
 
     def publish(seed: int) -> None:
         now = trained(adapter(seed))
-        asyncio.run(lead.adapt(now))
+        asyncio.run(lead.adapt(now, everywhere=False))
         (slot,) = asyncio.run(lead.slots_of_ranks(now))
         want = expected(adapter(seed))
         assert not all(torch.equal(tensor, want[name]) for name, tensor in servers[1].held().items()), "not yet"

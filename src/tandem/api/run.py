@@ -140,8 +140,7 @@ class Run:
             ConfigError: an override would make it another run, or another trainer is at work in the folder.
             TandemError: as for ``train``.
         """
-        config = targets.resumed(self.folder, override_texts(overrides))
-        return trained(config, self.folder, on_step)
+        return trained(targets.resumed(self.folder, override_texts(overrides)), self.folder, on_step)
 
     def report(self) -> ReportPage:
         """Write the report anew; as the last value of a notebook's cell the page is shown there."""
@@ -346,8 +345,7 @@ def trained(
         from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest loads
 
         stop = stop or asyncio.Event()
-        training = run.train(config, resume=resume, on_step=on_step, stop=stop)
-        return Run(run_to_end(training, stop))
+        return Run(run_to_end(run.train(config, resume=resume, on_step=on_step, stop=stop), stop))
     finally:
         _training.release()
 

@@ -76,8 +76,7 @@ def weights_of(run: Path, step: int | None) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    checkpoints = run / "checkpoints"
-    steps = state.checkpoints_in(checkpoints)
+    steps = state.checkpoints_in(run / "checkpoints")
     if not steps:
         raise CheckpointError(f"{run} has no checkpoint yet; one is written every checkpoint.every steps")
     if step is not None and step not in steps:

@@ -73,7 +73,8 @@ async def _serve(config: RunConfig, engine: Vllm, tell: Tell) -> None:
     context = memory.context(config, load_config(config.model))
     tell(f"starting {config.model}; it writes to {folder / 'logs'}")
     async with engine.serve(context=context, requirements=requirements, adapters=runs) as fleet:
-        bridge = await _export_weights(fleet, folder) if config.sync.capability is ExportsWeights else None
+        shares = config.sync.capability is ExportsWeights and len(fleet.servers) == 1  # the file is of one engine
+        bridge = await _export_weights(fleet, folder) if shares else None
         try:
             _introduce(fleet, engine, bridge, tell)
             while not fleet.dead():

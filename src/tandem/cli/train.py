@@ -43,8 +43,7 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
     with machine.importing():  # only now: a mistake in the recipe is told before the rest has loaded
         from tandem.trainer import assemble as run
 
-    folder = run_to_end(run.train(config, resume=resume))
-    return ended(folder)
+    return ended(run_to_end(run.train(config, resume=resume)))
 
 
 def supervised(recipe: Path, overrides: Sequence[str]) -> list[str]:

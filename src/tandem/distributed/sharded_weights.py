@@ -75,8 +75,7 @@ class ShardedWeights:
         cuda = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         """Of this rank, as FSDP chooses it; a model that is elsewhere, say on the host, comes here layer by layer."""
-        shard_mesh = mesh if mesh.ndim == 1 else mesh["shards"]
-        self.group = shard_mesh.get_group()
+        self.group = (mesh if mesh.ndim == 1 else mesh["shards"]).get_group()
         """Ranks that hold the whole model together."""
         self._holders = holders
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)

@@ -262,13 +262,13 @@ class ExportsWeights(Protocol):
 
 @runtime_checkable
 class ExportsToRanks(Protocol):
-    """An engine of several processes, of which each shares its weights with one of the trainer's ranks."""
+    """An engine of several processes: each shares its weights with a rank of the trainer, or is copied into by one."""
 
     async def exports_of_ranks(self) -> Sequence[Any]:
-        """For ranks 1 and on, where the weights of their engine are, as plain data."""
+        """Where the weights of each process but the first are, as plain data."""
 
     async def slots_of_ranks(self, adapter: LoraAdapter) -> Sequence[Any]:
-        """For ranks 1 and on, where their engine samples this adapter from, as plain data; each writes its own."""
+        """Where each process but the first samples this adapter from, as plain data; its rank writes it."""
 
 
 @runtime_checkable
@@ -286,8 +286,13 @@ class ExportsSlices(Protocol):
 class TakesAdapter(Protocol):
     """An engine that takes a LoRA adapter in memory."""
 
-    async def adapt(self, adapter: LoraAdapter) -> int:
-        """Sample with this adapter from now on; returns the bytes copied."""
+    async def adapt(self, adapter: LoraAdapter, *, everywhere: bool = True) -> int:
+        """Sample with this adapter from now on; returns the bytes copied.
+
+        Args:
+            adapter: the trainer's.
+            everywhere: into every process of the engine; otherwise the first alone, for ranks write the others'.
+        """
 
 
 @runtime_checkable

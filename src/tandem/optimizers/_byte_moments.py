@@ -181,8 +181,7 @@ def _write(moments: _Moment, value: Tensor) -> None:
     shares = blocks / torch.where(scales < 0, scales.clamp_max(-tiny), scales.clamp_min(tiny))[:, None]
     # A cell is the upper 20 bits of float32 numbers: sign, exponent and 11 bits of mantissa.
     cells = (shares.view(-1).view(torch.int32) >> 12).bitwise_and_(0xFFFFF)
-    codes = moments.nearest.index_select(0, cells)
-    moments.codes_n.copy_(codes[: len(value)])
+    moments.codes_n.copy_(moments.nearest.index_select(0, cells)[: len(value)])
     moments.scales_b.copy_(scales)
 
 

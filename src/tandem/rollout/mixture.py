@@ -50,8 +50,7 @@ class MixtureSchedule:
 
     def batch(self, batch: int) -> list[str]:
         """Environments of a batch's places, each one's spread evenly over it."""
-        counts = self.counts(batch)
-        named = enumerate(counts.items())
+        named = enumerate(self.counts(batch).items())
         spread = [(Fraction(2 * nth + 1, 2 * n), at, name) for at, (name, n) in named for nth in range(n)]
         return [name for _, _, name in sorted(spread)]
 

@@ -353,8 +353,9 @@ class Planner:
             lines.append(line("weights", whole, f"{counts.parameters:,} parameters × {width} bytes"))
         else:
             _, near = self.engines(config)
-            ours = base // workers if near and not self.share(config) else 0  # else part of what the engine holds
-            lines.append(line("weights", ours + whole - base, "one copy for trainer and engine, and the adapter"))
+            ours = near * base // workers if not self.share(config) else 0  # else part of what the engines hold
+            why = f"{'one copy' if near < 2 else f'{near} copies'} for trainer and engine, and the adapter"
+            lines.append(line("weights", ours + whole - base, why))
             copies = base * (1 + (self.machine.is_host and near > 0))
             why = "the model as it is loaded, before the engine's takes its place"
             lines.append(line("loading", copies, why, "starting", beside=True, each=not cut))

@@ -18,6 +18,8 @@ from tandem.types import PolicyVersion
 from tandem.weight_sync.transaction.trained import Trained
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tandem.model.policy import Policy
 
 
@@ -77,6 +79,8 @@ class SyncStateMachine:
 class TrainerRanks(Protocol):
     """The ranks that train the policy, as weight sync sees them on the first: one, or several with parts of it."""
 
+    size: int
+
     def trained(self) -> Trained:
         """The weights or the adapter, wherever ranks hold them."""
 
@@ -108,12 +112,19 @@ class SyncContext:
     """Policy versions that requests in flight may need at once."""
     member: Any = None
     """The trainer's place in a process group, where one is used."""
+    copies: Sequence[Mapping[str, Tensor]] = ()
+    """Weights of further engines by name, which a publish copies the policy's into."""
     ranks: TrainerRanks | None = None
     """The trainer's ranks, one or several; None only where a policy is evaluated without being trained."""
     fresh: bool = False
     """The engine was started on the very weights that the policy holds, and nothing was published to it since."""
     state: SyncStateMachine = field(default_factory=SyncStateMachine)
     """State of the session, by the table of transitions."""
+
+    @property
+    def several_ranks(self) -> TrainerRanks | None:
+        """The ranks, if others train beside this one."""
+        return self.ranks if self.ranks is not None and self.ranks.size > 1 else None
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
         """Pause the engine until a publish, of that policy step if it is known, succeeds or is given up."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from tandem.engines.base import EngineSpec, ExportsToRanks, ExportsWeights, Repo
 from tandem.errors import UnsupportedPair
 from tandem.lazy import Parameter, Tensor, torch
 from tandem.transport.bridge import VllmBridge, find
+from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 
@@ -23,7 +24,8 @@ class Shared(WeightSync):
     """Trainer and engine hold the same storage; an adapter beside it is written into the engine's slot.
 
     With engine: embedded that is so by itself. With engine: vllm the trainer's parameters become views into the
-    engine's memory (CUDA IPC, or POSIX shared memory on a CPU), and the engine stands still while they are written.
+    engine's memory (CUDA IPC, or POSIX shared memory on a CPU), and the engine stands still while they are written. Of
+    several engines the first is that one, and a publish copies its weights into the others' memory.
     """
 
     capability: ClassVar[type] = ExportsWeights
@@ -39,8 +41,9 @@ class Shared(WeightSync):
     def check(self, *, trainable: Any, engine: EngineSpec) -> None:
         """Refuse a pair that cannot work, and a file where there can be none yet."""
         super().check(trainable=trainable, engine=engine)
-        if self.bridge is not None and not getattr(engine, "urls", ()):
-            raise UnsupportedPair("sync.bridge is the file of an engine at urls, and there is none: remove sync.bridge")
+        if self.bridge is not None and (number := len(getattr(engine, "urls", ()))) != 1:
+            has = f"urls has {number}" if number else "there is none"
+            raise UnsupportedPair(f"sync.bridge is the file of an engine at urls, and {has}: remove sync.bridge")
 
     async def bind(self, session: SyncContext) -> None:
         """Make the policy's weights views of the engine's storage, each compared by value or written.
@@ -61,19 +64,25 @@ class Shared(WeightSync):
         parameters = session.trainable.base_names(model)
         attaching = partial(attach, model, parameters, exported, fresh=session.fresh, write=write)
         await session.policy.compute(attaching)
-        if session.ranks is not None and isinstance(session.engine, ExportsToRanks):
-            await session.ranks.attach(await session.engine.exports_of_ranks(), session.fresh)
+        exports = await session.engine.exports_of_ranks() if isinstance(session.engine, ExportsToRanks) else ()
+        if ranks := session.several_ranks:
+            await ranks.attach(exports, session.fresh)
+        else:
+            session.copies = [msgspec.convert(export, VllmBridge).attach() for export in exports]
+            for copy in session.copies:
+                check_export(parameters, copy)
 
     async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
-        """Nothing travels but an adapter that the engine does not hold; everything else must be the engine's own.
+        """Nothing travels but to further engines, and an adapter; everything else must be the engine's own.
 
         Raises:
             UnsupportedPair: names the first tensor that is not.
         """
         if (copied := await self._adapted(session)) is not None:
             return copied
-        if isinstance(session.engine, ReportsChecksums):
-            return 0  # bound by ``bind``; ``compare`` reads the engine's own bytes
+        if isinstance(session.engine, ReportsChecksums):  # bound by ``bind``; ``compare`` reads the engine's own bytes
+            parameters = session.trainable.base_names(session.policy.model)
+            return await session.policy.compute(partial(copy_weights, parameters, session.copies))
         assert isinstance(session.engine, ExportsWeights)
         exported = await session.engine.export_weights()
         for name, tensor in session.trainable.source(session.policy.model):
@@ -82,17 +91,27 @@ class Shared(WeightSync):
         return 0
 
     async def _adapted(self, session: SyncContext) -> int | None:
-        """Write the adapter into the engine's slot, each rank into its own engine's; the bytes here, None: no adapter.
+        """Write the adapter into engines' slots, each rank into its own engine's; the bytes here, None: no adapter.
 
         Every rank has all of it: an adapter's gradient is summed, and each updates the whole.
         """
         engine = session.engine
         if session.trainable.payload != "adapter" or not isinstance(engine, TakesAdapter):
             return None
-        copied = await engine.adapt(session.trained.adapter())
-        if session.ranks is not None and isinstance(engine, ExportsToRanks):
-            await session.ranks.adapt(await engine.slots_of_ranks(session.trained.adapter()))
+        ranks = session.several_ranks
+        copied = await engine.adapt(session.trained.adapter(), everywhere=ranks is None)
+        if ranks is not None and isinstance(engine, ExportsToRanks):
+            await ranks.adapt(await engine.slots_of_ranks(session.trained.adapter()))
         return copied
+
+
+def copy_weights(parameters: Mapping[str, Parameter], copies: Sequence[Mapping[str, Tensor]]) -> int:
+    """Copy every weight into each of ``copies``; the bytes."""
+    with torch.no_grad():
+        for copy in copies:
+            torch._foreach_copy_([copy[name] for name in parameters], list(parameters.values()))
+            finish(next(iter(parameters.values())).device)  # streams order nothing between processes
+    return len(copies) * sum(parameter.nbytes for parameter in parameters.values())
 
 
 def attach_export(model: torch.nn.Module, parameters: Mapping[str, Parameter], export: Any, *, fresh: bool) -> None:
@@ -120,7 +139,7 @@ def attach(
     Raises:
         UnsupportedPair: names the first weight that the engine does not lend, or holds otherwise.
     """
-    _check(parameters, exported)
+    check_export(parameters, exported)
     with torch.no_grad():
         for name, parameter in parameters.items():
             view: Tensor = exported[name]
@@ -145,7 +164,12 @@ def _same_bits(first: Tensor, other: Tensor) -> bool:
     return torch.equal(first.view(bits), other.view(bits))
 
 
-def _check(parameters: Mapping[str, Parameter], exported: Mapping[str, Any]) -> None:
+def check_export(parameters: Mapping[str, Parameter], exported: Mapping[str, Any]) -> None:
+    """See that an engine lends every weight, each as it is here, and no other.
+
+    Raises:
+        UnsupportedPair: names the first that is otherwise.
+    """
     for name, parameter in parameters.items():
         if name not in exported:
             raise UnsupportedPair(f"sync shared: the engine has no weight {name!r}; use sync: broadcast or restart")

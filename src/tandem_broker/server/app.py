@@ -184,8 +184,7 @@ class BrokerServer:
         return reply({"message": "AtroposLib API"})
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
-        uuid = self.store.register(await self._message(request, messages.RunParameters))
-        return reply({"uuid": uuid})
+        return reply({"uuid": self.store.register(await self._message(request, messages.RunParameters))})
 
     async def _info(self, request: web.Request) -> web.StreamResponse:
         run = self.store.run

@@ -105,8 +105,7 @@ class EmbeddedEngine(Engine):
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
         if self._failure is not None:
             raise EngineError(self._failure)
-        room = self.room(prompt)
-        limit = min(sampling.max_tokens, room)
+        limit = min(sampling.max_tokens, self.room(prompt))
         future = asyncio.get_running_loop().create_future()
         penalties = Penalties.of(sampling, sorted(self._policy.end_tokens))
         request = _Request(tuple(prompt), sampling, key, limit, future, penalties)

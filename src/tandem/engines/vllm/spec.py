@@ -72,7 +72,8 @@ class Vllm(EngineSpec):
     python: str | None = None
     """Interpreter that has vLLM; null: the trainer's own. Two environments keep versions from fighting."""
     replicas: int = bounded(1, least=1)
-    """Engines started here; requests go to the one with the shortest queue."""
+    """Engines started here; requests go to the one with the shortest queue. With sync: shared the trainer's weights are
+    the first one's, and a publish copies them into the others."""
     devices: tuple[str, ...] = ()
     """CUDA_VISIBLE_DEVICES of each replica, such as ["1", "2,3"]; empty: what the trainer sees."""
     host: str = "127.0.0.1"
@@ -145,7 +146,6 @@ class Vllm(EngineSpec):
 
     def refuses(self, capability: type) -> str:
         """Why engines of these options cannot be used in some way; empty if they can."""
-        engines = len(self.urls) or self.replicas
         if self.sleep and (reason := self._cannot_sleep(capability)):
             return reason
         if capability is ExportsWeights and self.tensor_parallel_size > 1:
@@ -154,8 +154,6 @@ class Vllm(EngineSpec):
                 f"use sync: broadcast, or ranks: {self.tensor_parallel_size} or a multiple of it with "
                 "distributed.shard: weights"
             )
-        if capability is ExportsWeights and engines > 1:
-            return f"there are {engines} engines and the weights can lie in one of them only; use sync: broadcast"
         if capability is Relaunches and self.urls:
             return "engines at urls were not started here, so they are not ours to end; use hotswap or broadcast"
         return ""

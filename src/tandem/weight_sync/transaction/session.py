@@ -210,8 +210,7 @@ class WeightSyncSession(SyncContext):
                 commit.published = await self._publish(PolicyVersion(step=step, digest=""), commit)
             else:
                 await self._fold()
-                actual = digest(await self.trained.checksums())
-                self._current = PolicyVersion(step=step, digest=actual)
+                self._current = PolicyVersion(step=step, digest=digest(await self.trained.checksums()))
                 commit.published = Published(version=self._current, moved=False)
             commit.accept_requests()
 

@@ -60,7 +60,7 @@ class VllmEngine(Engine):
         self._swapped: list[str] = []
         self._pending: str | None = None
         self._adapter: LoraAdapter | None = None
-        self._writer = AdapterWriter()
+        self._writers = [AdapterWriter() for _ in fleet.servers]
         self._bridge: Path | None = None
         self._is_mapped = True
         self._before_pause: dict[str, str] = {}
@@ -123,7 +123,7 @@ class VllmEngine(Engine):
         self.fleet.watch(republish)
 
     async def close(self) -> None:
-        self._writer = AdapterWriter()  # lets go of the slot
+        self._writers = [AdapterWriter() for _ in self.servers]  # lets go of the slots
         await self.fleet.close()
         if self._bridge is not None:
             self._bridge.unlink(missing_ok=True)  # the memory that it names is gone
@@ -351,20 +351,22 @@ class VllmEngine(Engine):
 
     def as_stored(self, adapter: LoraAdapter) -> Iterable[tuple[str, Any]]:
         """An adapter's tensors under the names and with the values that the engine stores them."""
-        return self._writer.stored(adapter)
+        return self._writers[0].stored(adapter)
 
-    async def adapt(self, adapter: LoraAdapter) -> int:
-        """Sample with this adapter from now on. The first server's slot is written; those of others by their ranks.
+    async def adapt(self, adapter: LoraAdapter, *, everywhere: bool = True) -> int:
+        """Sample with this adapter from now on, by writing the servers' slots, or the first one's alone.
 
         Returns:
             Bytes copied.
         """
-        stored = self._writer.stored(adapter)
-        return self._writer.copy(await self._slot(0, _slot_request(adapter, stored)), stored)
+        stored = self._writers[0].stored(adapter)
+        request, writers = _slot_request(adapter, stored), self._writers if everywhere else self._writers[:1]
+        slots = await asyncio.gather(*(self._slot(index, request) for index in range(len(writers))))
+        return sum(writer.copy(slot, stored) for writer, slot in zip(writers, slots, strict=True))
 
     async def slots_of_ranks(self, adapter: LoraAdapter) -> Sequence[Any]:
         """Where each server but the first has this adapter, as plain data: ``AdapterWriter`` takes it."""
-        request = _slot_request(adapter, self._writer.stored(adapter))
+        request = _slot_request(adapter, self._writers[0].stored(adapter))
         return list(await asyncio.gather(*(self._slot(index, request) for index in range(1, len(self.servers)))))
 
     async def _slot(self, index: int, request: wire.ExportAdapter) -> Mapping[str, Any]:
