@@ -145,7 +145,9 @@ class Pairs(Bench):
         command = [sys.executable, str(HERE / "_versus_tandem.py"), str(model), str(lines)]
         command += ["--engine", json.dumps(engine), *self._work(cards=ranks if setting.share else 1)]
         options = [option for option in setting.options if ranks > 1 or not option.startswith("distributed.")]
-        command += [*(() if self.args.tries else setting.on_gpu), *options, *self.args.override]
+        options += () if self.args.tries else setting.on_gpu
+        given = {option.partition("=")[0] for option in self.args.override}
+        command += [option for option in options if option.partition("=")[0] not in given] + self.args.override
         self.setting("tandem", name, [*command, f"ranks={ranks}"])
 
     def _trl(self, name: str, cards: int = 0, *chosen: str) -> None:
@@ -237,7 +239,9 @@ def main() -> int:
     parser.add_argument("--try", dest="tries", action="store_true", help="tiny shapes, on a CPU")
     parser.add_argument("--shape", default="qwen2.5-3b", help="of the model")
     parser.add_argument("--larger", default="qwen2.5-7b", help="the shape of the setting seven")
-    parser.add_argument("--override", action="append", default=[], help="an override of every recipe of Tandem's")
+    parser.add_argument(
+        "--override", action="append", default=[], help="of every recipe of Tandem's, before a setting's own"
+    )
     parser.add_argument("--trl", action="append", default=[], help="a setting of _versus_trl.py's: key=value")
     parser.add_argument("--trl-python", help="interpreter that has TRL; by default this one")
     add_engine(parser)
