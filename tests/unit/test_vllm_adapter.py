@@ -586,13 +586,22 @@ def test_the_trainer_writes_the_slot_of_now(tmp_path: Path) -> None:
 
 def test_one_rank_writes_the_slots_of_all_engines(tmp_path: Path) -> None:
     servers = [Server(tmp_path), Server(tmp_path)]
-    live = VllmEngine(fleet_of(*servers), context=64, ends=[])
-    for seed in (0, 1):
+    fleet = fleet_of(*servers)
+    live = VllmEngine(fleet, context=64, ends=[])
+
+    def publish(seed: int, *to: Server) -> None:
         copied = asyncio.run(live.adapt(trained(adapter(seed))))
-        assert copied == 2 * sum(tensor.nbytes for tensor in adapter().values())
+        assert copied == len(to) * sum(tensor.nbytes for tensor in adapter().values())
         want = expected(adapter(seed))
-        for server in servers:
+        for server in to:
             assert all(torch.equal(tensor, want[name]) for name, tensor in server.held().items())
+
+    publish(0, *servers)
+    publish(1, *servers)
+    fleet.servers[:] = servers[1:]  # the first does not answer
+    publish(2, servers[1])
+    fleet.servers[:] = [servers[1], servers[0]]
+    publish(3, *servers)
 
 
 def test_each_rank_writes_the_slot_of_its_own_engine(tmp_path: Path) -> None:

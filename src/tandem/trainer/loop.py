@@ -174,8 +174,7 @@ async def _commit(
         if not await weight_sync.trained.finite():
             error.args = (f"{error}. The policy itself holds NaN or infinities: it is not saved",)
             raise
-        reached = state.advanced(packed.num_loss_tokens, version, batch.data_state)
-        await run.checkpoints.save(reached)
+        await run.checkpoints.save(state.advanced(packed.num_loss_tokens, version, batch.data_state))
         folder = run.checkpoints.folder.parent
         again = f"To go on, with engines started anew and proven: {command('train', folder)}"
         seen = f"to see where tokens differ, and why: {command('mismatch', folder)}"

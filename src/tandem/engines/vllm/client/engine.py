@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -60,7 +61,8 @@ class VllmEngine(Engine):
         self._swapped: list[str] = []
         self._pending: str | None = None
         self._adapter: LoraAdapter | None = None
-        self._writers = [AdapterWriter() for _ in fleet.servers]
+        self._writers = defaultdict[int, AdapterWriter](AdapterWriter)
+        """Of each server's slot, by its place among them."""
         self._bridge: Path | None = None
         self._is_mapped = True
         self._before_pause: dict[str, str] = {}
@@ -123,7 +125,7 @@ class VllmEngine(Engine):
         self.fleet.watch(republish)
 
     async def close(self) -> None:
-        self._writers = [AdapterWriter() for _ in self.servers]  # lets go of the slots
+        self._writers.clear()  # lets go of the slots
         await self.fleet.close()
         if self._bridge is not None:
             self._bridge.unlink(missing_ok=True)  # the memory that it names is gone
@@ -360,9 +362,9 @@ class VllmEngine(Engine):
             Bytes copied.
         """
         stored = self._writers[0].stored(adapter)
-        request, writers = _slot_request(adapter, stored), self._writers if everywhere else self._writers[:1]
-        slots = await asyncio.gather(*(self._slot(index, request) for index in range(len(writers))))
-        return sum(writer.copy(slot, stored) for writer, slot in zip(writers, slots, strict=True))
+        request, number = _slot_request(adapter, stored), len(self.servers) if everywhere else 1
+        slots = await asyncio.gather(*(self._slot(index, request) for index in range(number)))
+        return sum(self._writers[index].copy(slot, stored) for index, slot in enumerate(slots))
 
     async def slots_of_ranks(self, adapter: LoraAdapter) -> Sequence[Any]:
         """Where each server but the first has this adapter, as plain data: ``AdapterWriter`` takes it."""
