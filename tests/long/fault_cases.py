@@ -294,8 +294,8 @@ def _adapter(**factors: float) -> Inject:
         return adapter._replace(config=config)
 
     def asynchronous(bench: Any, adapt: Any) -> Any:
-        async def wrong(adapter: LoraAdapter) -> Any:
-            return await adapt(other(adapter))
+        async def wrong(adapter: LoraAdapter, **where: bool) -> Any:
+            return await adapt(other(adapter), **where)
 
         return wrong
 
