@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,8 +81,7 @@ class Shared(WeightSync):
         if (copied := await self._adapted(session)) is not None:
             return copied
         if isinstance(session.engine, ReportsChecksums):  # bound by ``bind``; ``compare`` reads the engine's own bytes
-            parameters = session.trainable.base_names(session.policy.model)
-            return await session.policy.compute(partial(copy_weights, parameters, session.copies))
+            return await session.policy.compute(partial(copy_weights, session)) if session.copies else 0
         assert isinstance(session.engine, ExportsWeights)
         exported = await session.engine.export_weights()
         for name, tensor in session.trainable.source(session.policy.model):
@@ -105,13 +104,14 @@ class Shared(WeightSync):
         return copied
 
 
-def copy_weights(parameters: Mapping[str, Parameter], copies: Sequence[Mapping[str, Tensor]]) -> int:
-    """Copy every weight into each of ``copies``; the bytes."""
+def copy_weights(session: SyncContext) -> int:
+    """Copy every weight into further engines' memory; the bytes."""
+    parameters: Mapping[str, Parameter] = session.trainable.base_names(session.policy.model)
     with torch.no_grad():
-        for copy in copies:
+        for copy in session.copies:
             torch._foreach_copy_([copy[name] for name in parameters], list(parameters.values()))
-            finish(next(iter(parameters.values())).device)  # streams order nothing between processes
-    return len(copies) * sum(parameter.nbytes for parameter in parameters.values())
+    finish(session.policy.device)  # streams order nothing between processes
+    return len(session.copies) * sum(parameter.nbytes for parameter in parameters.values())
 
 
 def attach_export(model: torch.nn.Module, parameters: Mapping[str, Parameter], export: Any, *, fresh: bool) -> None:
