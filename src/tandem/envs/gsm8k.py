@@ -41,8 +41,7 @@ class Gsm8k(DataSource, Environment):
         return {"math_verify": {"weight": 1.0, "least_working": _WORKING}}
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        rows = self.rows(split, lambda row: row.text("question"))
-        tasks = [self._task(row, split) for row in rows]
+        tasks = [self._task(row, split) for row in self.rows(split, lambda row: row.text("question"))]
         return some(tasks, f"{self.name} ({self.path})", split, "add rows, change test_share or set test_path")
 
     def check(self, task: Task) -> str:

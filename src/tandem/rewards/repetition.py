@@ -24,5 +24,4 @@ class Repetition(Reward):
         total = len(words) - self.ngram + 1
         if total < 1:
             return 0.0
-        distinct = {tuple(words[at : at + self.ngram]) for at in range(total)}
-        return len(distinct) / total - 1
+        return len({tuple(words[at : at + self.ngram]) for at in range(total)}) / total - 1
