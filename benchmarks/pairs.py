@@ -146,8 +146,8 @@ class Pairs(Bench):
         command += ["--engine", json.dumps(engine), *self._work(cards=ranks if setting.share else 1)]
         options = [option for option in setting.options if ranks > 1 or not option.startswith("distributed.")]
         options += () if self.args.tries else setting.on_gpu
-        given = {option.partition("=")[0] for option in self.args.override}
-        command += [option for option in options if option.partition("=")[0] not in given] + self.args.override
+        overridden = {option.partition("=")[0] for option in self.args.override}
+        command += [option for option in options if option.partition("=")[0] not in overridden] + self.args.override
         self.setting("tandem", name, [*command, f"ranks={ranks}"])
 
     def _trl(self, name: str, cards: int = 0, *chosen: str) -> None:

@@ -157,8 +157,8 @@ def test_what_each_request_tells_is_said_once(tmp_path: Path, capsys: pytest.Cap
     writer = Console(live="never").open(info(tmp_path))
     for on in ("engine 0", "engine 0", "engine 1"):
         writer.event("wait", {"owner": "rollouts", "reason": "lost", "on": on, "seconds": 11.0, "state": "deadline"})
-    told = [line.rpartition(" gave up on ")[2] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert told == ["engine 0 (lost) after 11 s", "engine 1 (lost) after 11 s"]
+    seen = [line.rpartition(" gave up on ")[2] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert seen == ["engine 0 (lost) after 11 s", "engine 1 (lost) after 11 s"]
 
 
 def test_an_alarm_is_told_in_full_and_that_it_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ class PlainWriter:
     """Lines. Written by hand: Rich would wrap them, and ends the process when a pipe is closed."""
 
     def __init__(self, info: RunInfo) -> None:
-        self._info, self._step, self._told = info, info.resumed_step, list[str]()
+        self._info, self._step, self._last_event = info, info.resumed_step, list[str]()
         self._evaluations = list(json_lines.read(info.folder / "eval.jsonl"))
         self._begun = time.monotonic()
         self._ends: deque[float] = deque(maxlen=21)
@@ -52,10 +52,10 @@ class PlainWriter:
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         """Tell an event, unless it is the last one again."""
-        if (lines := boards.event_lines(name, fields)) != self._told:  # each request tells of its engine's end
+        if (lines := boards.event_lines(name, fields)) != self._last_event:  # each request tells of its engine's end
             for line in lines:
                 self._say(line)
-        self._told = lines
+        self._last_event = lines
 
     def close(self) -> None:
         """Show no more progress."""
