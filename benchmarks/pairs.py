@@ -240,7 +240,7 @@ def main() -> int:
     parser.add_argument("--shape", default="qwen2.5-3b", help="of the model")
     parser.add_argument("--larger", default="qwen2.5-7b", help="the shape of the setting seven")
     parser.add_argument(
-        "--override", action="append", default=[], help="of every recipe of Tandem's, before a setting's own"
+        "--override", action="append", default=[], help="of every recipe of Tandem's, in place of a setting's own"
     )
     parser.add_argument("--trl", action="append", default=[], help="a setting of _versus_trl.py's: key=value")
     parser.add_argument("--trl-python", help="interpreter that has TRL; by default this one")

@@ -270,10 +270,10 @@ def test_every_sampled_token_off_is_seen(policy: Policy, tiny_model: Path, after
 def test_what_is_no_number_is_refused_at_once(
     policy: Policy, tiny_model: Path, lie: Callable[[Sequence[float]], list[float]], tmp_path: Path
 ) -> None:
-    with pytest.raises(StaleWeights, match="not finite"):
+    with pytest.raises(StaleWeights, match="some of its logprobs are not finite"):
         answered(policy, tiny_model, lambda p: sampled(p, lie(p.sampled.logprobs)), folder=tmp_path)  # type: ignore[union-attr]
     for after in (0, 1):
-        with pytest.raises(StaleWeights, match="not finite"):
+        with pytest.raises(StaleWeights, match="some of its logprobs are not finite"):
             answered(policy, tiny_model, lambda p: replace(p, scored=tuple(lie(p.scored))), after=after)
 
 
@@ -285,7 +285,7 @@ def test_a_sampled_token_that_the_model_does_not_have_is_no_lookup(policy: Polic
         tokens = (*probe.sampled.tokens[:-1], policy.head.weight.shape[0])
         return replace(probe, sampled=replace(probe.sampled, tokens=tokens))
 
-    with pytest.raises(StaleWeights, match="not finite"):
+    with pytest.raises(StaleWeights, match="the trainer's own logprobs are not finite"):
         answered(policy, tiny_model, garbage)
     assert all(math.isnan(value) for value in policy.score([1, -1, 2]))
 

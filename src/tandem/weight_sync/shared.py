@@ -70,7 +70,7 @@ class Shared(WeightSync):
         else:
             session.copies = [msgspec.convert(export, VllmBridge).attach() for export in exports]
             for copy in session.copies:
-                check_export(parameters, copy)
+                _check(parameters, copy)
 
     async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
         """Nothing travels but to further engines, and an adapter; everything else must be the engine's own.
@@ -81,7 +81,7 @@ class Shared(WeightSync):
         if (copied := await self._adapted(session)) is not None:
             return copied
         if isinstance(session.engine, ReportsChecksums):  # bound by ``bind``; ``compare`` reads the engine's own bytes
-            return await session.policy.compute(partial(copy_weights, session)) if session.copies else 0
+            return await session.policy.compute(partial(_copy_weights, session)) if session.copies else 0
         assert isinstance(session.engine, ExportsWeights)
         exported = await session.engine.export_weights()
         for name, tensor in session.trainable.source(session.policy.model):
@@ -104,7 +104,7 @@ class Shared(WeightSync):
         return copied
 
 
-def copy_weights(session: SyncContext) -> int:
+def _copy_weights(session: SyncContext) -> int:
     """Copy every weight into further engines' memory; the bytes."""
     parameters: Mapping[str, Parameter] = session.trainable.base_names(session.policy.model)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def attach(
     Raises:
         UnsupportedPair: names the first weight that the engine does not lend, or holds otherwise.
     """
-    check_export(parameters, exported)
+    _check(parameters, exported)
     with torch.no_grad():
         for name, parameter in parameters.items():
             view: Tensor = exported[name]
@@ -164,7 +164,7 @@ def _same_bits(first: Tensor, other: Tensor) -> bool:
     return torch.equal(first.view(bits), other.view(bits))
 
 
-def check_export(parameters: Mapping[str, Parameter], exported: Mapping[str, Any]) -> None:
+def _check(parameters: Mapping[str, Parameter], exported: Mapping[str, Any]) -> None:
     """See that an engine lends every weight, each as it is here, and no other.
 
     Raises:

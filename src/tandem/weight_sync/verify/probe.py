@@ -201,7 +201,7 @@ class Behaviour:
         """Why answers cannot be those of these weights: chance alone gives such ones less often than ``chance``."""
         if not all(answer.finite for reading in readings for answer in reading.answers):
             if not all(math.isfinite(p) for reading in readings for answer in reading.answers for p in answer.trainer):
-                return "some of the trainer's own logprobs are not finite; look at the trainer first"
+                return "some of the trainer's own logprobs are not finite: see its weights and the tokens sampled"
             return "some of its logprobs are not finite, or there are too few of them"
         for other, answer, other_logprobs in _hypotheses(readings):
             if (p := nearer(answer, other_logprobs, noise.scale)) < chance:
