@@ -33,21 +33,40 @@ def drift(logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
     return policy_N - micro.behavior_logprobs_N
 
 
-def bounded(log_ratio: Tensor, micro: MicroBatch, beyond: Beyond, low: float | None, high: float | None) -> Tensor:
-    """Ratios within bounds; 1 for each if the loss itself is against the sampler."""
-    lowest, highest = 0.0 if low is None else low, math.inf if high is None else high
-    ratio = log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
-    if beyond == "truncate":
-        return ratio.clamp(lowest, highest)
-    within = (ratio >= lowest) & (ratio <= highest)
-    return torch.where(within, torch.ones_like(ratio) if micro.recomputed_logprobs_N is None else ratio, 0.0)
+class Interval:
+    """Base of corrections whose weights depend on whether something lies within bounds, which are options."""
+
+    low: float | None
+    high: float | None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless there is a bound and 1 lies within."""
+        if self.low is None and self.high is None:
+            raise ValueError("high must be given where low is null: without bounds nothing is corrected")
+        if self.low is not None and not 0 < self.low <= 1:
+            raise ValueError("low must be above 0 and at most 1, or null")
+        if self.high is not None and not 1 <= self.high < math.inf:
+            raise ValueError("high must be at least 1 and finite, or null")
+
+    def within(self, ratio: Tensor) -> Tensor:
+        """True where a ratio lies within the bounds."""
+        return (ratio >= (self.low or 0.0)) & (ratio <= (math.inf if self.high is None else self.high))
 
 
-def check_bounds(low: float | None, high: float | None) -> None:
-    """Raise ValueError unless there is a bound and 1 lies within."""
-    if low is None and high is None:
-        raise ValueError("high must be given where low is null: without bounds nothing is corrected")
-    if low is not None and not 0 < low <= 1:
-        raise ValueError("low must be above 0 and at most 1, or null")
-    if high is not None and not 1 <= high < math.inf:
-        raise ValueError("high must be at least 1 and finite, or null")
+class BoundedRatio(Interval):
+    """Base of corrections whose weights are ratios of policy to sampler."""
+
+    beyond: Beyond
+
+    @property
+    def needs_recomputed(self) -> bool:
+        """A truncated ratio is a weight."""
+        return self.beyond == "truncate"
+
+    def bounded(self, log_ratio: Tensor, micro: MicroBatch) -> Tensor:
+        """Ratios within bounds; 1 for each if the loss itself is against the sampler."""
+        ratio = log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+        if self.beyond == "truncate":
+            return ratio.clamp(self.low, self.high)
+        weights = torch.ones_like(ratio) if micro.recomputed_logprobs_N is None else ratio
+        return torch.where(self.within(ratio), weights, 0.0)

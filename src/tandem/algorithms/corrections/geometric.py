@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.algorithms.corrections.base import check_bounds, drift
+from tandem.algorithms.corrections.base import Interval, drift
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.lazy import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Geometric:
+class Geometric(Interval):
     """w = 1 if the geometric mean over an answer's tokens of policy / sampler is within [low, high], else 0.
 
     Unlike the product of ``sequence`` it does not grow with length (Liu et al. 2025, "When speed kills stability"). It
@@ -22,11 +22,7 @@ class Geometric:
     high: float | None = 1.01
     """Largest mean ratio, at least 1; null: none."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self.low, self.high)
-
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
         """1 or 0, the same for all tokens of an answer."""
         mean = micro.means(drift(logprobs_N, micro)).exp()
-        within = (mean >= (self.low or 0.0)) & (mean <= (float("inf") if self.high is None else self.high))
-        return within.to(logprobs_N.dtype)[micro.sample_N]
+        return self.within(mean).to(logprobs_N.dtype)[micro.sample_N]

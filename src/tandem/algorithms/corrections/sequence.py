@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.algorithms.corrections.base import Beyond, bounded, check_bounds, drift
+from tandem.algorithms.corrections.base import Beyond, BoundedRatio, drift
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.lazy import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequence:
+class Sequence(BoundedRatio):
     """w = product over an answer's tokens of policy / sampler, held within [low, high] or dropped beyond it.
 
     The unbiased weight of an answer (Liu et al. 2025, "When speed kills stability"). Products of many ratios explode:
@@ -25,15 +25,6 @@ class Sequence:
     high: float | None = 3.0
     """Largest product, at least 1; null: none."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self.low, self.high)
-
-    @property
-    def needs_recomputed(self) -> bool:
-        """A truncated product is a weight."""
-        return self.beyond == "truncate"
-
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
         """Bounded products, the same for all tokens of an answer."""
-        total = micro.totals(drift(logprobs_N, micro))
-        return bounded(total, micro, self.beyond, self.low, self.high)[micro.sample_N]
+        return self.bounded(micro.totals(drift(logprobs_N, micro)), micro)[micro.sample_N]

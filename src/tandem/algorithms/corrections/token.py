@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.algorithms.corrections.base import Beyond, bounded, check_bounds, drift
+from tandem.algorithms.corrections.base import Beyond, BoundedRatio, drift
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.lazy import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenCorrection:
+class TokenCorrection(BoundedRatio):
     """w = policy / sampler, token by token, held within [low, high] or dropped beyond it.
 
     Truncated it is TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"),
@@ -25,14 +25,6 @@ class TokenCorrection:
     high: float | None = 2.0
     """Largest ratio, at least 1; null: none."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self.low, self.high)
-
-    @property
-    def needs_recomputed(self) -> bool:
-        """A truncated ratio is a weight."""
-        return self.beyond == "truncate"
-
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
         """Bounded ratios."""
-        return bounded(drift(logprobs_N, micro), micro, self.beyond, self.low, self.high)
+        return self.bounded(drift(logprobs_N, micro), micro)
