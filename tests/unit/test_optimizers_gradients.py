@@ -17,7 +17,8 @@ from torch.nn import Parameter
 from tandem.config import loading as config
 from tandem.errors import ConfigError
 from tandem.model import compilation
-from tandem.optimizers import _byte_moments, _narrow, _precise
+from tandem.optimizers import _adam, _byte_moments, _narrow, _precise
+from tandem.optimizers._adam import FloatMoments
 from tandem.optimizers._precise import Precise, TrainedWeight
 from tandem.optimizers.adafactor import Adafactor
 from tandem.optimizers.adamw import AdamW
@@ -118,6 +119,33 @@ def test_one_micro_batch_updates_as_float32_gradients_do(kind: Any, precision: A
         assert torch.allclose(wide, narrow, rtol=2**-7, atol=1e-6)
         assert float((wide == narrow).float().mean()) > 0.99
         assert with_wide.state_dict().keys() == with_narrow.state_dict().keys(), "a gradient is no state"
+
+
+def test_beside_masters_some_are_widened_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones together, a large one in pieces; the update is that by float32 gradients."""
+    shapes = [(30, 30), (9,), (70, 77), (20, 20), (5,), (30, 31)]
+    widened = list[int]()
+
+    def states(gradients: Literal["float32", "bfloat16"]) -> dict[str, Tensor]:
+        weights = [Parameter(start(*shape)) for shape in shapes]
+        stepper = AdamW(gradients=gradients).bind([(str(i), weight) for i, weight in enumerate(weights)])
+        for step in range(2):
+            for i, weight in enumerate(weights):
+                give(stepper, weight, micro_batches(1, *weight.shape, seed=10 * step + i))
+            stepper.step(1e-2, 0.5)
+        return stepper.state_dict() | {f"weight {i}": weight.detach() for i, weight in enumerate(weights)}
+
+    wide, by_torch = states("float32"), FloatMoments._adamw
+
+    def noted(self: Any, lr: float, guard: Any, values: Any, grads: Any, *of_each: Any) -> None:
+        widened.append(sum(grad.numel() for grad in grads))
+        by_torch(self, lr, guard, values, grads, *of_each)
+
+    monkeypatch.setattr(_adam, "PIECE", 1000)
+    monkeypatch.setattr(FloatMoments, "_adamw", noted)
+    for name, tensor in states("bfloat16").items():
+        assert torch.allclose(tensor.float(), wide[name].float(), rtol=2e-6, atol=1e-9), name
+    assert widened == [900 + 9, 400 + 5, 930, *[1000] * 5, 390] * 2
 
 
 def test_what_it_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 from tandem.errors import bounded
 from tandem.lazy import Parameter, Tensor, torch
 from tandem.optimizers._precise import PreciseStepper, TrainedWeight, whole
-from tandem.optimizers.base import Optimizer, ParameterPart, PartStepper, Stepper
+from tandem.optimizers.base import LARGE_PIECE, PIECE, Optimizer, ParameterPart, PartStepper, Stepper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +71,19 @@ class FloatMoments(PreciseStepper):
         self._update(weights, lr, _FiniteGuard(divisor, None))
 
     def _update(self, weights: Sequence[TrainedWeight], lr: float, guard: _FiniteGuard) -> None:
-        """Masters all at once; piece by piece weights without, and those whose gradient has to be widened."""
-        ready = [weight for weight in weights if _is_whole(weight)]
-        if ready:
-            states = [self.states[weight] for weight in ready]
-            masters = [weight.master.detach() for weight in ready if weight.master is not None]
+        """Masters all at once, or as many as the gradients that are widened together; others piece by piece."""
+        most = LARGE_PIECE if weights[0].gradient.is_cuda else PIECE
+        ready = [weight for weight in weights if _is_whole(weight, most)]
+        for _, run in groupby(zip(ready, accumulate(map(_widened, ready)), strict=True), lambda pair: pair[1] // most):
+            batch = [weight for weight, _ in run]  # of whose gradients less than twice ``most`` are widened
+            states = [self.states[weight] for weight in batch]
+            masters = [weight.master.detach() for weight in batch if weight.master is not None]
             moments = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
-            self._adamw(lr, guard, masters, [weight.gradient for weight in ready], *moments)
-            self.write([weight for weight in ready if not weight.own])
+            self._adamw(lr, guard, masters, [weight.gradient.float() for weight in batch], *moments)
+            self.write([weight for weight in batch if not weight.own])
         for weight in weights:
-            if not _is_whole(weight):
-                self._update_pieces(weight, lr, guard)
+            if not _is_whole(weight, most):
+                self._update_pieces(weight, lr, guard, most)
 
     def write(self, weights: Sequence[TrainedWeight]) -> None:
         """Round masters to their weights."""
@@ -88,10 +91,10 @@ class FloatMoments(PreciseStepper):
         if masters:
             torch._foreach_copy_([weight.parameter for weight in weights], masters)
 
-    def _update_pieces(self, weight: TrainedWeight, lr: float, guard: _FiniteGuard) -> None:
+    def _update_pieces(self, weight: TrainedWeight, lr: float, guard: _FiniteGuard, size: int) -> None:
         state = self.states[weight]
         exp_avg, exp_avg_sq = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-        for value, grad, at in weight.pieces():
+        for value, grad, at in weight.pieces(size):
             # torch raises the count; it must be raised once, not once for each piece.
             step = state["step"].clone()
             self._adamw(lr, guard, [value], [grad], [exp_avg[at]], [exp_avg_sq[at]], [step])
@@ -108,6 +111,11 @@ class FloatMoments(PreciseStepper):
         update(*values, [], steps, lr=lr, **how)
 
 
-def _is_whole(weight: TrainedWeight) -> bool:
-    """Whether there are float32 tensors for the fused kernels, which read and write flat memory of one type."""
-    return weight.master is not None and weight.master.is_contiguous() and weight.gradient.dtype == torch.float32
+def _is_whole(weight: TrainedWeight, most: int) -> bool:
+    """Whether the fused kernels, which read and write flat memory of one type, update it as it is."""
+    return weight.master is not None and weight.master.is_contiguous() and _widened(weight) <= most
+
+
+def _widened(weight: TrainedWeight) -> int:
+    """Elements of its gradient that have to be widened."""
+    return 0 if weight.gradient.dtype == torch.float32 else weight.gradient.numel()

@@ -21,8 +21,8 @@ PIECE = 1 << 22
 BLOCK = 256
 """Elements that share a scale."""
 LARGE_PIECE = 8 * PIECE
-"""Elements that compiled code updates at once: the host enters it for each piece, which takes it as long as the device
-takes for some tens of millions."""
+"""Elements that a GPU updates at once: to begin with a piece takes the host as long as the device takes for some tens
+of millions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
