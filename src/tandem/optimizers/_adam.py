@@ -112,7 +112,7 @@ class FloatMoments(PreciseStepper):
 
 
 def _is_whole(weight: TrainedWeight, most: int) -> bool:
-    """Whether the fused kernels, which read and write flat memory of one type, update it as it is."""
+    """Whether it is flat, as fused kernels want it, and has at most ``most`` elements of gradient to be widened."""
     return weight.master is not None and weight.master.is_contiguous() and _widened(weight) <= most
 
 
