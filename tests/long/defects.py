@@ -576,7 +576,7 @@ EDITED = (
     edit("dual clip is off", "tandem/algorithms/losses/base.py", "advantages_N < 0, most,",
         "advantages_N < 0, math.inf,", LOSS_TESTS),
     edit("a mask lets everything through", "tandem/algorithms/corrections/base.py",
-        "(ratio >= lowest) & (ratio <= highest)", "(ratio >= lowest) | (ratio <= highest)", CORRECTION_TESTS),
+        "(ratio >= (self.low or 0.0)) & (ratio <= (", "(ratio >= (self.low or 0.0)) | (ratio <= (", CORRECTION_TESTS),
     edit("geometric takes the sum", "tandem/algorithms/corrections/geometric.py", "micro.means(drift",
         "micro.totals(drift", CORRECTION_TESTS),
     edit("OPSM masks good answers", "tandem/algorithms/corrections/opsm.py", "micro.advantages_N >= 0",
