@@ -19,7 +19,7 @@ from tandem.distributed.group import DataGroup
 from tandem.distributed.sharding import ShardedStepper
 from tandem.distributed.state_shards import StateShare
 from tandem.errors import CheckpointError
-from tandem.optimizers import _byte_moments, _narrow, _precise
+from tandem.optimizers import _adam, _byte_moments, _narrow, _precise
 from tandem.optimizers.adamw import AdamW
 from tandem.optimizers.adamw8bit import AdamW8bit
 from tandem.optimizers.adamw_cpu import AdamWCpu
@@ -45,8 +45,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "SMALL", 1024)
     monkeypatch.setattr(gradient_sums, "BUCKET", 4096)
     monkeypatch.setattr(_byte_moments, "SMALL", 1024)
-    monkeypatch.setattr(_precise, "PIECE", 1024)
-    monkeypatch.setattr(_narrow, "PIECE", 1024)
+    for module in (_adam, _narrow, _precise):
+        monkeypatch.setattr(module, "PIECE", 1024)
 
 
 def weights(dtype: torch.dtype) -> list[tuple[str, Parameter]]:
