@@ -34,7 +34,7 @@ def drift(logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
 
 
 class Interval:
-    """Base of corrections whose weights depend on whether something lies within bounds, which are options."""
+    """Base of corrections that hold ratios within bounds around 1, their options ``low`` and ``high``."""
 
     low: float | None
     high: float | None
