@@ -6,7 +6,7 @@
 For each step the answers that were sampled for it, dropped ones too, are sampled by vLLM alone (``LLM.generate``, no
 logprobs, ``--places`` sequences at once), with lengths drawn from those of the step's trained answers and prompts of
 their groups' length. To that comes 6 N T, N weights and T computed tokens, at the rate of a bfloat16 matrix product
-measured here. Prints a line a step, and the medians and their ratio last.
+measured here. Prints a line a step, and the means and their ratio last: steps may be long and short in turns.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ def main() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config["model"]))
     weights = sum(parameter.numel() for parameter in model.parameters())
-    draw, shares = random.Random(0), []
+    draw, times = random.Random(0), []
     alone(llm, *steps[0], draw)  # warms up
     for metrics, rollouts in steps:
         sampling, products = alone(llm, metrics, rollouts, draw), 6 * weights * metrics["tokens/computed"] / rate
-        shares.append((sampling, products, metrics["seconds/step"]))
+        times.append((sampling, products, metrics["seconds/step"]))
         print(json.dumps({"sampling": sampling, "products": products, "step": metrics["seconds/step"]}), flush=True)
-    sampling, products, step = (statistics.median(column) for column in zip(*shares, strict=True))
+    sampling, products, step = (statistics.mean(column) for column in zip(*times, strict=True))
     print(f"vLLM alone {sampling:.2f} s, products {products:.2f} s ({rate / 1e12:.0f} TFLOP/s), step {step:.2f} s")
-    print(f"share of the roofline {statistics.median((s + p) / whole for s, p, whole in shares):.2f}")
+    print(f"share of the roofline {(sampling + products) / step:.2f}")
 
 
 if __name__ == "__main__":
